@@ -1,0 +1,160 @@
+"""``apply``, ``remove``, ``explain``: find groups -> agree -> compile in place -> report."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpfuse import kernels
+from tpfuse.applied import AppliedModel, Request
+from tpfuse.comm import agreement, groups
+from tpfuse.config import FusionConfig
+from tpfuse.errors import ConfigError, NotAppliedError, TpfuseError
+from tpfuse.graph import pipeline
+from tpfuse.models.find_groups import find_groups
+from tpfuse.ops.all_reduce_rms_norm import NAME as ALL_REDUCE_RMS_NORM
+from tpfuse.report import Recorder, Report
+from tpfuse.version import __version__
+
+DISABLE_VARIABLE = "TPFUSE_DISABLE"
+
+
+def apply(
+    model: torch.nn.Module,
+    config: FusionConfig | Mapping[str, Any] | str | os.PathLike | list[str] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    strict: bool = False,
+    **compile_options: Any,
+) -> torch.nn.Module:
+    """Make the communication of a tensor-parallel model as fast as the machine allows, in place.
+
+        model = tpfuse.apply(model)
+        model(input_ids)            # the first call compiles
+        print(tpfuse.explain(model))
+
+    model    any nn.Module that is already sharded: Hugging Face ``tp_plan``, DTensor ``parallelize_module``, or by hand
+             with ``torch.distributed`` collectives. Its parameters, state_dict keys, class and methods stay as they are.
+    config   FusionConfig, dict, path of a JSON file, or "key=value" strings; None: the defaults
+    group    a tensor-parallel process group of the model, where it cannot be found on the model itself
+    strict   raise StrictError after the first call if nothing (or nothing of what the config names) was fused
+    compile_options  as for ``torch.compile``: mode, options, dynamic, fullgraph
+    returns  the same model
+
+    Collective: every rank of the model's groups calls it, with the same arguments. Calls with gradients on run the model
+    as it is. Applying again with the same arguments changes nothing; with others, they take the place of the first.
+    ``TPFUSE_DISABLE=1`` in the environment (of every rank) turns everything off.
+
+    Raises ConfigError: bad configuration, or a field asked for by name that this version, machine or model cannot honour.
+    Raises AgreementError: ranks differ in what they ask for, or another rank failed. Both are raised on every rank.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    found = find_groups(model) if group is None else [group]
+    failure: TpfuseError | None = None
+    request: Request | None = None
+    try:
+        request = _request(model, config, strict, compile_options)
+    except TpfuseError as error:
+        failure = error
+    for each in found:
+        agreement.agree(each, "tpfuse.apply", dict(request.proposal) if request else {}, failure)
+    if request is None:
+        assert failure is not None
+        raise failure
+    before = _applied(model)
+    if before is not None:
+        if before.request.proposal == request.proposal:
+            return model
+        before.remove()
+    if _disabled():
+        return model
+    applied = AppliedModel(model, request, {each.group_name for each in found})
+    applied.install()
+    _note_groups(applied, found)
+    return model
+
+
+def remove(model: torch.nn.Module) -> torch.nn.Module:
+    """Undo ``apply``: the model is what it was before. Harmless on a model that was never applied. Returns the model."""
+    applied = _applied(model)
+    if applied is not None:
+        applied.remove()
+    return model
+
+
+def explain(model: torch.nn.Module) -> Report:
+    """What became of every all-reduce of an applied model. Complete once a call of each kind has been made.
+
+    Raises NotAppliedError (a ValueError): ``apply`` was never called on this model, or was removed.
+    """
+    applied = _applied(model)
+    if applied is not None:
+        return applied.report()
+    if _disabled():
+        recorder = Recorder(FusionConfig(optimization_level=0).resolve({}))
+        recorder.note(f"{DISABLE_VARIABLE} is set: the model runs as it is")
+        return recorder.report()
+    raise NotAppliedError(f"tpfuse.apply was not applied to this {type(model).__name__}")
+
+
+def _applied(model: torch.nn.Module) -> AppliedModel | None:
+    found = getattr(model, "_compiled_call_impl", None)
+    return found if isinstance(found, AppliedModel) else None
+
+
+def _disabled() -> bool:
+    return os.environ.get(DISABLE_VARIABLE, "").lower() in ("1", "true", "on", "yes")
+
+
+def _request(model: torch.nn.Module, config: Any, strict: bool, compile_options: dict[str, Any]) -> Request:
+    known = [p for p in inspect.signature(torch.compile).parameters if p not in ("model", "backend", "disable")]
+    for name in compile_options:
+        if name not in known:
+            raise ConfigError(f"unknown argument {name!r}; apply takes config, group, strict and {', '.join(known)}")
+    if compile_options.get("mode") and compile_options.get("options"):
+        raise ConfigError("mode and options exclude each other, as in torch.compile")
+    loaded = FusionConfig.load(config)
+    fusions = loaded.resolve(pipeline.unavailable())
+    _check_kernels(loaded, model)
+    modules = hashlib.sha256(repr([(n, type(m).__qualname__) for n, m in model.named_modules()]).encode()).hexdigest()
+    proposal = {
+        "tpfuse": __version__,
+        "torch": str(torch.__version__),
+        DISABLE_VARIABLE: str(_disabled()),
+        "config": json.dumps(loaded.to_dict(), sort_keys=True),
+        "strict": str(strict),
+        "compile options": repr(sorted(compile_options.items())),
+        "model": f"{type(model).__name__} {modules[:12]}",
+    }
+    return Request(loaded, fusions, strict, compile_options, proposal)
+
+
+def _check_kernels(config: FusionConfig, model: torch.nn.Module) -> None:
+    """A fusion that was asked for by name needs something to run on the model's device.
+
+    Without a wish its pass stays on: it merges what can be merged and reports why each site was left.
+    """
+    tensor = next(iter((*model.parameters(), *model.buffers())), None)
+    device = tensor.device.type if tensor is not None else "cpu"
+    if config.fuse_allreduce_rms and kernels.name_for(ALL_REDUCE_RMS_NORM, device) is None:
+        raise ConfigError(f"fuse_allreduce_rms=True cannot be honoured: this version has no kernel for {device}")
+
+
+def _note_groups(applied: AppliedModel, found: list[dist.ProcessGroup]) -> None:
+    note = applied.recorder.note
+    if not dist.is_available() or not dist.is_initialized():
+        note("torch.distributed is not initialized: no tensor-parallel group, nothing to fuse")
+    elif not found:
+        note("no process group found on the model: taken from the collectives in its graph")
+    for each in found:
+        if groups.size(each.group_name) == 1:
+            note(f"group {each.group_name!r} has one rank: nothing to fuse")
+

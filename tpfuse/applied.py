@@ -1,0 +1,147 @@
+"""The object that stands in front of an applied model: it picks a compiled variant for each call and keeps the report."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tpfuse import tokens
+from tpfuse.comm import agreement, groups
+from tpfuse.config import FusionConfig, Resolved
+from tpfuse.errors import StrictError, TpfuseError
+from tpfuse.graph.backend import TpfuseBackend
+from tpfuse.models import generate, grad_hooks
+from tpfuse.report import Recorder, Report
+
+#: Arguments of torch.compile that the backend, not torch.compile, is given.
+_BACKEND_OPTIONS = ("mode", "options", "dynamic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What one ``apply`` asked for. Two equal requests on one model are one."""
+
+    config: FusionConfig
+    fusions: Mapping[str, Resolved]
+    strict: bool
+    compile_options: Mapping[str, Any]
+    proposal: Mapping[str, str]  # what the ranks of every group must have in common
+
+
+class AppliedModel:
+    """Takes every call of the model. ``model._compiled_call_impl`` is where nn.Module looks for it.
+
+    One callable is compiled per range of row counts and set of compile options, when a call first needs it. Each has a
+    code object of its own, so that Dynamo's caches and recompile limits do not mix.
+    """
+
+    def __init__(self, model: torch.nn.Module, request: Request, agreed: set[str]) -> None:
+        self.model, self.request = model, request
+        self.recorder = Recorder(request.fusions)
+        self.previous_call = model._compiled_call_impl
+        self._agreed = set(agreed)
+        self._callables: dict[tuple[int, str], Callable] = {}
+        self._checked_strictly = not request.strict
+        self._bypassed: list[torch.nn.Module] = []
+
+    def install(self) -> None:
+        self._bypassed = grad_hooks.bypass(self.model)
+        generate.take_over(self.model)
+        self.model._compiled_call_impl = self
+
+    def remove(self) -> None:
+        self.model._compiled_call_impl = self.previous_call
+        generate.give_back(self.model)
+        grad_hooks.restore(self._bypassed)
+        self._callables.clear()
+
+    def report(self) -> Report:
+        return self.recorder.report()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self.request.compile_options, args, kwargs)
+
+    def with_options(self, **compile_options: Any) -> Callable:
+        """The same model under other torch.compile options; those given to ``apply`` by name win."""
+        merged = {**compile_options, **self.request.compile_options}
+        if "options" in self.request.compile_options:
+            merged.pop("mode", None)  # torch.compile takes one of the two
+        return lambda *args, **kwargs: self._call(merged, args, kwargs)
+
+    def _call(self, compile_options: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():  # inside somebody else's torch.compile, which has its own backend
+            return self.model._call_impl(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.recorder.note("gradients are on: the model ran as it is, without torch.compile (only inference is fused)")
+            return self.model._call_impl(*args, **kwargs)
+        boundaries = self.request.config.token_boundaries
+        index = 0
+        if boundaries:
+            rows = tokens.count_tokens(self.model.forward, args, kwargs, self.request.config.token_count_from)
+            index = bisect.bisect_right(boundaries, rows)
+        key = (index, repr(sorted(compile_options.items())))
+        compiled = self._callables.get(key)
+        if compiled is None:
+            compiled = self._callables[key] = self._compile(tokens.variant_name(boundaries, index), compile_options)
+        try:
+            result = compiled(*args, **kwargs)
+        except Exception as error:
+            ours = _ours(error)
+            if ours is None:
+                raise
+            raise ours from None
+        if not self._checked_strictly:
+            self._check_strictly()
+        return result
+
+    def _compile(self, variant: str, compile_options: Mapping[str, Any]) -> Callable:
+        backend = TpfuseBackend(
+            self.request.fusions, self.recorder, variant=variant, agree=self._agree,
+            **{k: v for k, v in compile_options.items() if k in _BACKEND_OPTIONS},
+        )
+        rest = {k: v for k, v in compile_options.items() if k not in ("mode", "options")}
+        return torch.compile(_entry(self.model), backend=backend, **rest)
+
+    def _agree(self, group_name: str) -> None:
+        """Compare the request with the other ranks of a group that only the graph made known."""
+        if group_name not in self._agreed:
+            self._agreed.add(group_name)
+            agreement.agree(groups.resolve(group_name), "tpfuse.apply", dict(self.request.proposal))
+
+    def _check_strictly(self) -> None:
+        self._checked_strictly = True
+        report = self.report()
+        asked = [name for name, r in self.request.fusions.items() if r.on and r.explicit]
+        empty = [name for name in asked if not report.count(name)]
+        if empty or (not asked and not any(report.count(name) for name in self.request.fusions)):
+            names = ", ".join(empty) or "any fusion"
+            self._checked_strictly = False
+            raise StrictError(f"strict: no site of this model was fused by {names}\n{report}")
+
+
+def _entry(model: torch.nn.Module) -> Callable:
+    """A function that calls the model and has a code object of its own."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    return types.FunctionType(
+        forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+
+
+def _ours(error: BaseException) -> TpfuseError | None:
+    """The tpfuse error inside a compiler's."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if isinstance(current, TpfuseError):
+            return current
+        seen.add(id(current))
+        current = getattr(current, "inner_exception", None) or current.__cause__ or current.__context__
+    return None

@@ -1,0 +1,65 @@
+"""Ranks agree before they act.
+
+A decision that differs between ranks ends in mismatched collectives: a hang, or wrong numbers. What a rank is about to do
+is therefore written down as a text, exchanged within the process group, and compared. The exchange goes through the
+group's key-value store, not through a collective: it cannot pair up with a collective that another rank is in.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+
+import torch.distributed as dist
+
+from tpfuse.comm import groups
+from tpfuse.errors import AgreementError, TpfuseError
+
+_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def agree(group: dist.ProcessGroup, subject: str, proposal: dict[str, str], failure: TpfuseError | None = None) -> None:
+    """Return once every rank of the group has made the same proposal; otherwise raise on every one of them.
+
+    subject   what the proposal is about, for the message
+    proposal  names and values to compare; ignored if there is a failure
+    failure   an error this rank has already met: it is raised here, after the others have been told
+
+    Collective: every rank of the group calls it, as often as the others. It waits at most the group's store time-out.
+    Raises the failure on the rank that had one, AgreementError on the others and on all if proposals differ.
+    """
+    if groups.has_peers(group):
+        others = _exchange(group, {"failure": f"{type(failure).__name__}: {failure}" if failure else "", **proposal})
+        if failure is None:
+            _compare(group, subject, proposal, others)
+    if failure is not None:
+        raise failure
+
+
+def _exchange(group: dist.ProcessGroup, mine: dict[str, str]) -> list[dict[str, str]]:
+    """Everybody's proposal, in rank order."""
+    turn = _rounds.get(group, 0)
+    _rounds[group] = turn + 1
+    store = groups.store_of(group)
+    keys = [f"tpfuse/agree/{group.group_name}/{turn}/{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], json.dumps(mine))
+    try:
+        store.wait(keys)
+    except (RuntimeError, dist.DistError) as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise AgreementError(
+            f"rank(s) {missing} of group {group.group_name!r} did not call tpfuse.apply within the time-out"
+        ) from error
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _compare(group: dist.ProcessGroup, subject: str, mine: dict[str, str], all_: list[dict[str, str]]) -> None:
+    failed = {rank: p["failure"] for rank, p in enumerate(all_) if p["failure"]}
+    if failed:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        raise AgreementError(f"{subject}: failed on other ranks of group {group.group_name!r}: {told}")
+    for name in mine:
+        values = [p.get(name, "") for p in all_]
+        if len(set(values)) > 1:
+            told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise AgreementError(f"{subject}: ranks of group {group.group_name!r} differ in {name}: {told}")

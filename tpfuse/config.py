@@ -1,0 +1,269 @@
+"""``FusionConfig``: what the user asks for, and how it becomes "on" or "off" per fusion.
+
+Two steps, kept apart. ``FusionConfig`` checks field names, types and ranges: it knows nothing of the machine.
+``FusionConfig.resolve`` joins it with what this version, machine and model can do and gives a ``Resolved`` per fusion;
+a fusion that was asked for by name and cannot be honoured is an error there, never a silent "off".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tpfuse.errors import ConfigError
+
+#: The lowest optimization level at which each fusion is on by itself.
+FUSION_LEVELS: Mapping[str, int] = {
+    "fuse_allreduce_rms": 1,
+    "fuse_norm_quant": 1,
+    "fuse_act_quant": 1,
+    "fuse_act_padding": 1,
+    "fuse_mla_dual_rms_norm": 1,
+    "enable_qk_norm_rope_fusion": 1,
+    "enable_sp": 2,
+    "fuse_gemm_comms": 2,
+    "fuse_rope_kvcache": 2,
+    "fuse_attn_quant": 3,
+}
+
+#: Tuning fields, and the fusion that each of them tunes.
+TUNED_FUSION: Mapping[str, str] = {
+    "sp_min_token_num": "enable_sp",
+    "fi_allreduce_fusion_max_size_mb": "fuse_allreduce_rms",
+    "rope_kvcache_fusion_max_token_num": "fuse_rope_kvcache",
+}
+
+_TRUE, _FALSE, _NONE = ("1", "true", "on", "yes"), ("0", "false", "off", "no"), ("none", "null", "auto", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """What became of one fusion of the configuration.
+
+    on        whether its pass may rewrite
+    explicit  whether the user named it, rather than leaving it to the level
+    reason    why it is off, empty when it is on
+    """
+
+    on: bool
+    explicit: bool
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusionConfig:
+    """Which fusions to apply. Immutable, keyword-only.
+
+    A fusion field is ``None`` ("what the level says"), ``True`` or ``False``; an explicit value always wins over the
+    level. Levels (an int, or "O0" to "O3"):
+
+    * O0  nothing
+    * O1  what never changes memory use or the structure of the computation
+    * O2  what is measured to pay (default)
+    * O3  also what needs the full graph
+
+    sp_min_token_num                   rows from which sequence parallelism is used (None: measured)
+    fi_allreduce_fusion_max_size_mb    largest message for FlashInfer's all-reduce kernels, MiB (None: measured)
+    rope_kvcache_fusion_max_token_num  most rows for which RoPE + KV write is fused
+    token_count_from                   name of the forward argument whose leading dimensions count the tokens of a
+                                       call: all dimensions of an integer tensor, all but the last of a floating one
+                                       (None: ``input_ids``, ``inputs_embeds``, else the first tensor argument)
+    token_boundaries                   ascending row counts at which another compiled variant takes over: (256,) keeps
+                                       one for fewer than 256 rows and one for 256 and more
+
+    Raises ConfigError (a ValueError): unknown field or bad value; the message names the nearest valid one.
+    """
+
+    optimization_level: int | str = 2
+    fuse_allreduce_rms: bool | None = None
+    enable_sp: bool | None = None
+    fuse_gemm_comms: bool | None = None
+    fuse_norm_quant: bool | None = None
+    fuse_act_quant: bool | None = None
+    fuse_attn_quant: bool | None = None
+    fuse_rope_kvcache: bool | None = None
+    enable_qk_norm_rope_fusion: bool | None = None
+    fuse_act_padding: bool | None = None
+    fuse_mla_dual_rms_norm: bool | None = None
+    sp_min_token_num: int | None = None
+    fi_allreduce_fusion_max_size_mb: float | None = None
+    rope_kvcache_fusion_max_token_num: int = 256
+    token_count_from: str | None = None
+    token_boundaries: tuple[int, ...] = ()
+
+    def __new__(cls, *args: Any, **fields: Any) -> FusionConfig:
+        if args:
+            raise ConfigError("FusionConfig takes keyword arguments only, for example FusionConfig(optimization_level=1)")
+        _reject_unknown(fields)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen: normalise once, here)
+        set_("optimization_level", _level(self.optimization_level))
+        for name in FUSION_LEVELS:
+            _require(name, getattr(self, name), lambda v: v is None or isinstance(v, bool), "True, False or None")
+        for name in ("sp_min_token_num", "fi_allreduce_fusion_max_size_mb", "rope_kvcache_fusion_max_token_num"):
+            value, optional = getattr(self, name), name != "rope_kvcache_fusion_max_token_num"
+            kinds = (int, float) if name.endswith("_mb") else (int,)
+            if value is None and optional:
+                continue
+            _require(name, value, lambda v, k=kinds: isinstance(v, k) and not isinstance(v, bool), "a number")
+            _require(name, value, lambda v: v >= 0, "at least 0 (nearest valid: 0)")
+        _require(
+            "token_count_from", self.token_count_from, lambda v: v is None or (isinstance(v, str) and v), "a name"
+        )
+        set_("token_boundaries", _boundaries(self.token_boundaries))
+
+    # -- where a configuration comes from ---------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, source: FusionConfig | Mapping[str, Any] | str | os.PathLike | Iterable[str] | None) -> FusionConfig:
+        """From whatever a user has: None, a FusionConfig, a dict, the path of a JSON file, or "key=value" strings.
+
+        Raises ConfigError: unknown field, bad value, unreadable or malformed file, another type.
+        """
+        if source is None:
+            return cls()
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, Mapping):
+            return cls.from_dict(source)
+        if isinstance(source, str) and "=" in source:
+            return cls.from_strings(source.replace(",", " ").split())
+        if isinstance(source, (str, os.PathLike)):
+            return cls.from_json(source)
+        if isinstance(source, Iterable):
+            return cls.from_strings(source)
+        raise ConfigError(
+            "config must be a FusionConfig, a dict, the path of a JSON file or key=value strings, "
+            f"got {type(source).__name__}"
+        )
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> FusionConfig:
+        """From field names and values; lists are taken for tuples, as JSON writes them."""
+        return cls(**{str(k): tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike) -> FusionConfig:
+        """From a JSON file that holds one object."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                fields = json.load(file)
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration file {os.fspath(path)!r}: {error.strerror}") from error
+        except ValueError as error:  # malformed JSON or not UTF-8
+            raise ConfigError(f"the configuration file {os.fspath(path)!r} is not valid JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"the configuration file {os.fspath(path)!r} must hold one JSON object")
+        return cls.from_dict(fields)
+
+    @classmethod
+    def from_strings(cls, items: Iterable[str]) -> FusionConfig:
+        """From "key=value" strings, as a command line gives them: "fuse_allreduce_rms=off", "token_boundaries=64,256"."""
+        fields = {}
+        for item in items:
+            name, separator, text = str(item).partition("=")
+            if not separator:
+                raise ConfigError(f"{item!r} is not of the form key=value")
+            fields[name.strip()] = text.strip()
+        _reject_unknown(fields)
+        return cls(**{name: _parse(name, text) for name, text in fields.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as JSON can write them; ``FusionConfig.from_dict`` reads them back."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    # -- what it comes to --------------------------------------------------------------------------------------------
+
+    def resolve(self, unavailable: Mapping[str, str]) -> dict[str, Resolved]:
+        """Per fusion: on or off, and why.
+
+        unavailable  fusion -> why this version, machine or model cannot do it; a fusion that is not in it can be done
+        Raises ConfigError: a fusion, or a tuning field of one, was asked for by name and is unavailable.
+        """
+        resolved = {}
+        for name, level in FUSION_LEVELS.items():
+            wanted, missing = getattr(self, name), unavailable.get(name, "")
+            if wanted and missing:
+                raise ConfigError(f"{name}=True cannot be honoured: {missing}")
+            if wanted is False:
+                resolved[name] = Resolved(False, True, f"{name}=False")
+            elif missing:
+                resolved[name] = Resolved(False, False, missing)
+            elif wanted is None and int(self.optimization_level) < level:
+                resolved[name] = Resolved(False, False, f"optimization_level={self.optimization_level}")
+            else:
+                resolved[name] = Resolved(True, bool(wanted))
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, fusion in TUNED_FUSION.items():
+            missing = unavailable.get(name) or unavailable.get(fusion)
+            if getattr(self, name) != defaults[name] and missing:
+                raise ConfigError(f"{name}={getattr(self, name)} cannot be honoured: {missing}")
+        return resolved
+
+
+def _reject_unknown(fields: Iterable[str]) -> None:
+    known = [field.name for field in dataclasses.fields(FusionConfig)]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown field {name!r}; the nearest valid one is {near!r}")
+
+
+def _require(name: str, value: Any, ok: Any, what: str) -> None:
+    if not ok(value):
+        raise ConfigError(f"{name} must be {what}, got {value!r}")
+
+
+def _level(value: Any) -> int:
+    number = value
+    if isinstance(value, str):
+        digits = value.strip().upper().removeprefix("O")
+        number = int(digits) if digits.isdigit() else None
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ConfigError(f"optimization_level must be 0 to 3 (or 'O0' to 'O3'), got {value!r}; the nearest valid one is 2")
+    if not 0 <= number <= 3:
+        raise ConfigError(
+            f"optimization_level must be 0 to 3, got {value!r}; the nearest valid one is {min(max(number, 0), 3)}"
+        )
+    return number
+
+
+def _boundaries(value: Any) -> tuple[int, ...]:
+    try:
+        numbers = tuple(value)
+    except TypeError:
+        numbers = (None,)
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers):
+        raise ConfigError(f"token_boundaries must be positive integers, got {value!r}")
+    ordered = tuple(sorted(set(numbers)))
+    if ordered != numbers:
+        raise ConfigError(f"token_boundaries must ascend, got {value!r}; the nearest valid one is {ordered!r}")
+    return numbers
+
+
+def _parse(name: str, text: str) -> Any:
+    """The value of one "key=value" string; the dataclass checks it afterwards."""
+    word = text.lower()
+    if name in FUSION_LEVELS:
+        if word in _NONE:
+            return None
+        if word in _TRUE + _FALSE:
+            return word in _TRUE
+        near = difflib.get_close_matches(word, _TRUE + _FALSE + _NONE, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"{name} must be true, false or none, got {text!r}; the nearest valid one is {near!r}")
+    if name in ("optimization_level", "token_count_from"):
+        return None if name == "token_count_from" and word in _NONE else text
+    try:
+        if name == "token_boundaries":
+            return tuple(int(part) for part in text.split(",") if part)
+        if word in _NONE:
+            return None
+        return float(text) if name.endswith("_mb") else int(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be a number, got {text!r}") from None

@@ -1,0 +1,25 @@
+"""Every error that tpfuse raises on purpose.
+
+All of them derive from :class:`TpfuseError`, so that the code which sits between a compiler and the user can hand them
+through unwrapped, and from the built-in type that a caller would expect.
+"""
+
+
+class TpfuseError(Exception):
+    """Base of all tpfuse errors."""
+
+
+class ConfigError(TpfuseError, ValueError):
+    """A configuration field is unknown, has a bad value, or asks for what cannot be honoured here."""
+
+
+class AgreementError(TpfuseError, RuntimeError):
+    """The ranks of one process group asked tpfuse for different things, or one of them failed."""
+
+
+class StrictError(TpfuseError, RuntimeError):
+    """Strict mode: a fusion that was asked for found no place in the model."""
+
+
+class NotAppliedError(TpfuseError, ValueError):
+    """``explain`` was given a model to which ``apply`` was never applied."""

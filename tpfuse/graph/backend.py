@@ -1,0 +1,94 @@
+"""The compiler behind ``apply`` and ``torch.compile(backend="tpfuse")``: Inductor, with our passes in front of it.
+
+The passes run in a wrapper of ``compile_fx``'s inner compile: after AOTAutograd, before Inductor's FxGraphCache computes
+its key, hence in every process and on every rank, warm cache or cold, and what they decided is part of the key. For that
+AOTAutograd's own cache, which would skip the inner compile altogether, is off for these graphs. A user's
+``post_grad_custom_*_pass`` still runs, inside Inductor, on the rewritten graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tpfuse.config import FusionConfig, Resolved
+from tpfuse.graph import pipeline
+from tpfuse.report import Recorder
+from tpfuse.version import __version__
+
+
+class TpfuseBackend:
+    """A ``torch.compile`` backend for one variant of one model.
+
+    fusions   what is on and off
+    recorder  where decisions go
+    variant   name of the row-count range that this instance compiles for
+    agree     called with the name of each process group in a graph before the graph is rewritten
+    mode, options, dynamic  as for torch.compile's "inductor" backend
+    """
+
+    #: What compiles a graph after the passes. Tests that only look at graphs replace it by an interpreter.
+    codegen: Callable | None = None
+
+    def __init__(
+        self,
+        fusions: Mapping[str, Resolved],
+        recorder: Recorder,
+        *,
+        variant: str = "all",
+        agree: Callable[[str], None] | None = None,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        dynamic: bool | None = None,
+    ) -> None:
+        self.fusions, self.recorder, self.variant, self.agree = fusions, recorder, variant, agree
+        self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+
+    def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        from torch._functorch import config as functorch_config
+        from torch._inductor.compile_fx import compile_fx
+
+        tag = f"{torch.compiler.config.cache_key_tag}|tpfuse {__version__}"
+        with (
+            functorch_config.patch(enable_autograd_cache=False, bundled_autograd_cache=False),
+            torch.compiler.config.patch(cache_key_tag=tag),
+        ):
+            return compile_fx(
+                module, example_inputs, inner_compile=self._inner_compile, config_patches=self.inductor.config
+            )
+
+    def _inner_compile(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        if self.agree is not None:
+            for name in pipeline.group_names(module.graph):
+                self.agree(name)
+        training = not kwargs.get("is_inference", False)
+        pipeline.run(module, self.fusions, self.recorder, self.variant, training)
+        return (type(self).codegen or compile_fx_inner)(module, example_inputs, **kwargs)
+
+    def get_compiler_config(self) -> dict[str, Any]:
+        """Inductor's configuration with the mode and options given, which torch.compile guards and logs."""
+        return self.inductor.get_compiler_config()
+
+    def reset(self) -> None:
+        """Called by ``torch._dynamo.reset()``: drop CUDA graphs."""
+        self.inductor.reset()
+
+
+def tpfuse_backend(
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable:
+    """``torch.compile(model, backend="tpfuse")``: the graph fusions at their defaults, without apply's model handling.
+
+    mode and options are those of the "inductor" backend. ``apply`` is the better door: it has a configuration and a
+    report, and knows Hugging Face's ``generate``.
+    """
+    fusions = FusionConfig().resolve(pipeline.unavailable())
+    return TpfuseBackend(fusions, Recorder(fusions), mode=mode, options=options)(module, example_inputs)

@@ -1,0 +1,148 @@
+"""Reading and writing fx nodes: the vocabulary that all passes share.
+
+Nothing here installs a guard: shapes are compared with ``statically_known_true`` only, so a graph stays as general as it
+would be without tpfuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten, prims, collectives = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
+
+ALL_REDUCE = collectives.all_reduce.default
+WAIT = collectives.wait_tensor.default
+CONVERT = prims.convert_element_type.default
+ADD, MUL = aten.add.Tensor, aten.mul.Tensor
+VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+#: Ops that return their input's values unchanged and in the same shape: left behind by in-place collectives.
+COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
+
+
+#: What a new node takes over from the one it stands for.
+INHERITED = ("nn_module_stack", "stack_trace", "tpfuse_where", "tpfuse_order")
+
+
+def is_call(node: Any, *targets: Callable) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def value(node: Node) -> Any:
+    """The fake tensor (or symbolic number) that the node computes, None if unknown."""
+    return node.meta.get("val")
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(value(node), torch.Tensor)
+
+
+def dtype(node: Node) -> torch.dtype | None:
+    found = value(node)
+    return found.dtype if isinstance(found, torch.Tensor) else None
+
+
+def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    """Whether two shapes are equal for every value of their symbols."""
+    a, b = list(a), list(b)
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def same_shape(a: Node, b: Node) -> bool:
+    return is_tensor(a) and is_tensor(b) and same_sizes(value(a).shape, value(b).shape)
+
+
+def same_numel(a: Node, b: Node) -> bool:
+    return is_tensor(a) and is_tensor(b) and statically_known_true(value(a).numel() == value(b).numel())
+
+
+def is_vector(node: Any, size: Any) -> bool:
+    """Whether the node is a tensor of shape [size]."""
+    return is_tensor(node) and same_sizes(value(node).shape, [size])
+
+
+def is_contiguous(node: Node) -> bool:
+    """Row-major and dense, for every value of the symbols; dimensions of one element may have any stride."""
+    expected: Any = 1
+    tensor = value(node)
+    for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
+        if not statically_known_true(size == 1) and not statically_known_true(stride == expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def sole_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def plain_binary(node: Any, target: Callable) -> tuple[Any, Any] | None:
+    """The operands of add or mul without alpha or other extras."""
+    if is_call(node, target) and len(node.args) == 2 and not node.kwargs:
+        return node.args[0], node.args[1]
+    return None
+
+
+def number(argument: Any) -> float | None:
+    """A Python number among a node's arguments (never a symbol or a tensor)."""
+    return float(argument) if isinstance(argument, (int, float)) and not isinstance(argument, bool) else None
+
+
+def peel_copies(node: Node) -> Node:
+    """What the value was before copies of it."""
+    while is_call(node, *COPIES) and not node.kwargs.get("memory_format") and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def latest(nodes: Iterable[Node]) -> Node:
+    """The node that comes last in its graph."""
+    return max(nodes, key=lambda n: n._sort_key)
+
+
+def is_before(a: Node, b: Node) -> bool:
+    return a._sort_key < b._sort_key
+
+
+def unused_cone(node: Node) -> set[Node]:
+    """The node and all that only it needs: what would go if it went. The node itself must have no users."""
+    cone, pending = {node}, [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source.op == "call_function" and source not in cone and all(user in cone for user in source.users):
+                cone.add(source)
+                pending.append(source)
+    return cone
+
+
+def erase_unused(graph: Graph, node: Node) -> None:
+    """Erase a chain of one-input nodes, from its end, as far as nothing uses it. An all-reduce ends the chain."""
+    while not node.users and node.op == "call_function":
+        source = node.args[0]
+        graph.erase_node(node)
+        if node.target is ALL_REDUCE or not isinstance(source, Node):
+            return
+        node = source
+
+
+def emit(graph: Graph, target: Callable, args: tuple, kwargs: dict[str, Any] | None = None, *, like: Node) -> Node:
+    """Add a call at the graph's insertion point, with its fake value; where it came from is taken from ``like``."""
+    kwargs = kwargs or {}
+    node = graph.call_function(target, args, kwargs)
+    for key in INHERITED:
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
+    mode = detect_fake_mode([v for v in torch.utils._pytree.tree_leaves((fake_args, fake_kwargs))])
+    if mode is not None:
+        with mode:
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+    else:  # graphs of real tensors, as tests make them
+        with torch.no_grad():
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node

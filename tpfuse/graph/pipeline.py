@@ -1,0 +1,62 @@
+"""The passes over one graph, in their order.
+
+    raise   first: fusions only know canonical norms
+    merge   before fusing: two all-reduces that meet in a sum are one site
+    fuse    takes canonical nodes, one pass per fusion
+    lower   last: what nobody took becomes what it was
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from torch.fx import Graph, GraphModule
+
+from tpfuse.config import FUSION_LEVELS
+from tpfuse.graph import all_reduce_rms_norm, lower, merge_all_reduces, raise_
+from tpfuse.graph.context import Context
+from tpfuse.graph.nodes import ALL_REDUCE, is_call
+from tpfuse.report import Recorder
+
+PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
+    raise_.run,
+    merge_all_reduces.run,
+    all_reduce_rms_norm.run,
+    lower.run,
+)
+
+#: Fusions that this version has a pass for.
+IMPLEMENTED = frozenset({all_reduce_rms_norm.FUSION})
+
+
+def unavailable() -> dict[str, str]:
+    """Fusions and tuning fields that this version cannot do on any machine, with the reason."""
+    missing = {name: "not in this version of tpfuse" for name in FUSION_LEVELS if name not in IMPLEMENTED}
+    return {**missing, "fi_allreduce_fusion_max_size_mb": "this version has no FlashInfer kernels"}
+
+
+def group_names(graph: Graph) -> list[str]:
+    """Names of the process groups that the graph reduces over, in order of first use."""
+    names = (node.args[2] for node in graph.nodes if is_call(node, ALL_REDUCE))
+    return list(dict.fromkeys(name for name in names if isinstance(name, str)))
+
+
+def run(module: GraphModule, fusions: Mapping, recorder: Recorder, variant: str, training: bool) -> None:
+    """Rewrite one graph in place and leave a decision for every all-reduce in it."""
+    start = time.perf_counter()
+    graph, context = module.graph, Context(fusions, recorder, variant)
+    context.locate(graph)
+    if training:
+        for node in graph.nodes:
+            if is_call(node, ALL_REDUCE):
+                context.decide("skipped", node, reason="training graph: only inference is fused", group=str(node.args[2]))
+    else:
+        for step in PIPELINE:
+            step(graph, context)
+        if context.rewrites:
+            graph.lint()
+            module.recompile()
+    context.publish()
+    recorder.graphs += 1
+    recorder.pass_seconds += time.perf_counter() - start

@@ -1,0 +1,41 @@
+"""Find the tensor-parallel process groups of a model from the model alone.
+
+DTensor parameters (``parallelize_module``, Hugging Face ``tp_plan``) carry their device mesh: the groups are those of the
+mesh dimensions that a parameter is sharded over. Hand-written layers usually keep their group, or mesh, as an attribute.
+Where neither is so, the groups only become known from the collectives in the graph; that is no failure.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+def find_groups(model: torch.nn.Module) -> list[dist.ProcessGroup]:
+    """Process groups that the model's layers name, in order of first appearance; empty if none does.
+
+    Data-parallel dimensions are left out: a parameter that is only replicated over a mesh dimension says nothing about
+    it, and FSDP's sharding (dim 0 of every parameter over its own mesh) is not told apart here, but costs no more than
+    an exchange with ranks that call ``apply`` too.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    found: dict[str, dist.ProcessGroup] = {}
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if isinstance(tensor, DTensor):
+                for dim, placement in enumerate(tensor.placements):
+                    if isinstance(placement, Shard):
+                        _add(found, tensor.device_mesh.get_group(dim))
+        for attribute in vars(module).values():
+            if isinstance(attribute, dist.ProcessGroup):
+                _add(found, attribute)
+            elif isinstance(attribute, DeviceMesh) and attribute.ndim == 1:
+                _add(found, attribute.get_group())
+    return list(found.values())
+
+
+def _add(found: dict[str, dist.ProcessGroup], group: dist.ProcessGroup) -> None:
+    found.setdefault(group.group_name, group)

@@ -1,0 +1,5 @@
+"""Fused operations, callable eagerly. Each file holds one: its meaning, schema, fake form and dispatch."""
+
+from tpfuse.ops.all_reduce_rms_norm import all_reduce_rms_norm
+
+__all__ = ["all_reduce_rms_norm"]

@@ -1,0 +1,130 @@
+"""``tpfuse::all_reduce_rms_norm``: all-reduce, bias, scale, residual add and RMSNorm as one operation.
+
+T  tokens (all leading dimensions together)     D  hidden size
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tpfuse import kernels
+from tpfuse.comm.groups import group_name
+from tpfuse.ops import library
+from tpfuse.ops.rms_norm import normalize
+
+NAME = "all_reduce_rms_norm"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def reference(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    group: str,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    scale_tensor: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    normed_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the operation means, as functional collectives and eager maths: each step rounds where a plain model rounds."""
+    if input.numel():
+        reduced = torch.ops._c10d_functional.all_reduce(input.contiguous(), "sum", group)
+        total = torch.ops._c10d_functional.wait_tensor(reduced)
+    else:  # no tokens: the same on every rank, so there is nothing to exchange
+        total = input.clone()
+    if bias is not None:
+        total = total + bias
+    if scale is not None:
+        total = total * scale
+    if scale_tensor is not None:
+        total = total * scale_tensor
+    if residual is not None:
+        total = residual + total
+    return normalize(total, weight, eps, weight_offset, normed_dtype, out_dtype), total
+
+
+def _run(input, weight, group, eps, *args, **kwargs):
+    kernel = kernels.choose(NAME, input.device.type)
+    return (kernel.run if kernel else reference)(input, weight, group, eps, *args, **kwargs)
+
+
+def _fake(input, weight, group, eps, residual=None, bias=None, scale=None, scale_tensor=None, weight_offset=0.0,
+          normed_dtype=None, out_dtype=None):
+    total = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    return torch.empty(input.shape, dtype=out_dtype or input.dtype, device=input.device), total
+
+
+OP = library.define(
+    f"{NAME}(Tensor input, Tensor? weight, str group, float eps, Tensor? residual=None, Tensor? bias=None, "
+    "float? scale=None, Tensor? scale_tensor=None, float weight_offset=0.0, ScalarType? normed_dtype=None, "
+    "ScalarType? out_dtype=None) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
+
+
+def all_reduce_rms_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    group: dist.ProcessGroup | str,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale: float | torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    normed_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of the summed residual stream.
+
+        y = (all_reduce(input) + bias) * scale + residual
+        return rms_norm(y) * (weight_offset + weight), y
+
+    input         [..., D]  bf16, fp16 or fp32, a partial sum on each rank
+    weight        [D] or None, any floating dtype, replicated
+    group         process group, or its name
+    eps           added to the mean square, inside the root
+    residual      [..., D]  same shape and dtype as input, replicated
+    bias          [D], same dtype as input, replicated: added once, after the sum
+    scale         number, or a tensor of one element of input's dtype, replicated
+    weight_offset 1.0 for Gemma: the weight is widened to fp32 before it is added
+    normed_dtype  round the normalised value to this dtype before the weight (Llama), None: keep fp32
+    out_dtype     dtype of the normed output, None: input's
+    returns       (normed [..., D], y [..., D] of input's dtype), replicated; neither aliases an argument
+
+    The norm accumulates in fp32. Collective: every rank of the group calls it with the same shapes; no tokens at all
+    (T = 0) is allowed and exchanges nothing. The reference is not CUDA-graph safe on a CPU, and has no backward.
+    Raises ValueError: a shape or dtype other than the above, or an argument that requires gradients.
+    """
+    hidden = input.shape[-1] if input.dim() else 0
+    _require(input.dim() >= 1, "input must be [..., D]", input)
+    _require(input.dtype in DTYPES, "input must be bf16, fp16 or fp32", input)
+    _require(weight is None or weight.shape == (hidden,), f"weight must be [{hidden}]", weight)
+    _require(weight is None or weight.is_floating_point(), "weight must be floating", weight)
+    same = lambda t: t is None or (t.shape == input.shape and t.dtype == input.dtype)  # noqa: E731
+    _require(same(residual), f"residual must be {input.dtype} {list(input.shape)}", residual)
+    _require(bias is None or bias.shape == (hidden,), f"bias must be [{hidden}]", bias)
+    _require(bias is None or bias.dtype == input.dtype, f"bias must be {input.dtype}", bias)
+    factor = scale if isinstance(scale, torch.Tensor) else None
+    _require(factor is None or (factor.numel() == 1 and factor.dtype == input.dtype),
+             f"scale must be a number or one element of {input.dtype}", factor)
+    tensors = [t for t in (input, weight, residual, bias, factor) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise ValueError("all_reduce_rms_norm has no backward yet: call it under torch.no_grad()")
+    if any(t.device != input.device for t in tensors):
+        raise ValueError(f"all tensors must be on {input.device}")
+    return OP(
+        input, weight, group_name(group), eps, residual, bias, None if factor is not None else scale,
+        factor.reshape(()) if factor is not None else None, weight_offset, normed_dtype, out_dtype,
+    )
+
+
+def _require(ok: bool, what: str, given: torch.Tensor | None) -> None:
+    if not ok:
+        assert given is not None
+        raise ValueError(f"all_reduce_rms_norm: {what}, got {given.dtype} {list(given.shape)}")

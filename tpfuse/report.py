@@ -1,0 +1,117 @@
+"""What tpfuse did: one ``Site`` per place in the model and outcome, a ``Report`` of them, and the table it prints.
+
+Passes write to a ``Recorder``; users read a ``Report``. A place that is compiled more than once (another shape, another
+token range, a second process) is still one place: sites are a set, never a count of events.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tpfuse.config import Resolved
+
+Outcome = Literal["fused", "merged", "skipped"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One place in the model and what became of it.
+
+    fusion   the field of FusionConfig that governs it ("fuse_allreduce_rms")
+    outcome  "fused", "merged" (into another collective, which has its own site) or "skipped"
+    reason   why it was skipped, or what it was merged into; empty for a fused site
+    where    module path ("model.layers.0.self_attn.o_proj") or file:line
+    op       what stands there: "all_reduce", or a norm that no all-reduce could be fused with
+    group    name of the process group, empty for norms
+    kernel   what runs in its place: a kernel's name, "reference" on the CPU, empty if skipped
+    variant  range of row counts that this decision holds for ("all", "rows<256", ...)
+    """
+
+    fusion: str
+    outcome: Outcome
+    reason: str
+    where: str
+    op: str
+    group: str = ""
+    kernel: str = ""
+    variant: str = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Result of ``tpfuse.explain``.
+
+    sites         every all-reduce of the model, and every norm that stayed as it was, in order of first appearance
+    notes         what holds for the whole model: no tensor-parallel group, gradients on, fusions that are off
+    fusions       per field of FusionConfig: on or off, and why
+    graphs        graphs seen so far (recompilations and graph breaks included)
+    pass_seconds  time spent in tpfuse's passes over all those graphs
+    """
+
+    sites: tuple[Site, ...]
+    notes: tuple[str, ...]
+    fusions: Mapping[str, Resolved]
+    graphs: int
+    pass_seconds: float
+
+    def count(self, fusion: str, outcome: Outcome = "fused") -> int:
+        """Distinct places of the model with that outcome, however often they were compiled."""
+        return len({site.where for site in self.sites if site.fusion == fusion and site.outcome == outcome})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in it, as JSON can write it."""
+        return dataclasses.asdict(dataclasses.replace(self, fusions=dict(self.fusions)))
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as a JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self))
+
+
+class Recorder:
+    """Collects what the passes decide about one applied model. Shared by all its graphs and variants."""
+
+    def __init__(self, fusions: Mapping[str, Resolved]) -> None:
+        self.fusions = dict(fusions)
+        self.graphs = 0
+        self.pass_seconds = 0.0
+        self._sites: dict[Site, None] = {}
+        self._notes: dict[str, None] = {}
+
+    def site(self, site: Site) -> None:
+        self._sites.setdefault(site)
+
+    def note(self, text: str) -> None:
+        self._notes.setdefault(text)
+
+    def report(self) -> Report:
+        return Report(tuple(self._sites), tuple(self._notes), dict(self.fusions), self.graphs, self.pass_seconds)
+
+
+def _table(report: Report) -> list[str]:
+    """Lines of the printed report: sites that differ only in a layer's number share a row."""
+    rows: dict[tuple[str, ...], set[str]] = {}
+    for s in report.sites:
+        where, reason = (re.sub(r"\.\d+(?=\.|$)", ".*", text) for text in (s.where, s.reason))
+        rows.setdefault((where, s.op, s.outcome, s.kernel or reason, s.group, s.variant), set()).add(s.where)
+    head = ("where", "op", "outcome", "kernel or reason", "group", "rows", "sites")
+    cells = [head, *((*row, str(len(wheres))) for row, wheres in rows.items())]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    reduces = {o: len({s.where for s in report.sites if s.op == "all_reduce" and s.outcome == o}) for o in
+               ("fused", "merged", "skipped")}
+    total = f"all-reduces: {reduces['fused']} fused, {reduces['merged']} merged, {reduces['skipped']} left"
+    compiled = f"{report.graphs} graph(s), {report.pass_seconds:.2f} s in tpfuse's passes"
+    off: dict[str, list[str]] = {}
+    for name, fusion in report.fusions.items():
+        if not fusion.on:
+            off.setdefault(fusion.reason, []).append(name)
+    notes = [*report.notes, *(f"off, {reason}: {', '.join(names)}" for reason, names in off.items())]
+    return [*(lines if report.sites else ["no all-reduce seen"]), f"{total}; {compiled}", *notes]
