@@ -12,18 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpfuse import kernels
-from tpfuse.applied import AppliedModel, Request
+from tpfuse import environment, kernels
+from tpfuse.applied import AppliedModel, CompileOptions, Request
 from tpfuse.comm import agreement, groups
-from tpfuse.config import FusionConfig
+from tpfuse.config import DISABLE_VARIABLE, FusionConfig, is_disabled
 from tpfuse.errors import ConfigError, NotAppliedError, TpfuseError
 from tpfuse.graph import pipeline
 from tpfuse.models.find_groups import find_groups
 from tpfuse.ops.all_reduce_rms_norm import NAME as ALL_REDUCE_RMS_NORM
 from tpfuse.report import Recorder, Report
 from tpfuse.version import __version__
-
-DISABLE_VARIABLE = "TPFUSE_DISABLE"
 
 
 def apply(
@@ -52,7 +50,8 @@ def apply(
     as it is. Applying again with the same arguments changes nothing; with others, they take the place of the first.
     ``TPFUSE_DISABLE=1`` in the environment (of every rank) turns everything off.
 
-    Raises ConfigError: bad configuration, or a field asked for by name that this version, machine or model cannot honour.
+    Raises ConfigError: bad configuration, a field asked for by name that this version, machine or model cannot honour,
+    or an unsupported torch.
     Raises AgreementError: ranks differ in what they ask for, or another rank failed. Both are raised on every rank.
     """
     if not isinstance(model, torch.nn.Module):
@@ -74,7 +73,7 @@ def apply(
         if before.request.proposal == request.proposal:
             return model
         before.remove()
-    if _disabled():
+    if is_disabled():
         return model
     applied = AppliedModel(model, request, {each.group_name for each in found})
     applied.install()
@@ -98,7 +97,7 @@ def explain(model: torch.nn.Module) -> Report:
     applied = _applied(model)
     if applied is not None:
         return applied.report()
-    if _disabled():
+    if is_disabled():
         recorder = Recorder(FusionConfig(optimization_level=0).resolve({}))
         recorder.note(f"{DISABLE_VARIABLE} is set: the model runs as it is")
         return recorder.report()
@@ -110,17 +109,15 @@ def _applied(model: torch.nn.Module) -> AppliedModel | None:
     return found if isinstance(found, AppliedModel) else None
 
 
-def _disabled() -> bool:
-    return os.environ.get(DISABLE_VARIABLE, "").lower() in ("1", "true", "on", "yes")
-
-
 def _request(model: torch.nn.Module, config: Any, strict: bool, compile_options: dict[str, Any]) -> Request:
+    environment.check()
     known = [p for p in inspect.signature(torch.compile).parameters if p not in ("model", "backend", "disable")]
     for name in compile_options:
         if name not in known:
             raise ConfigError(f"unknown argument {name!r}; apply takes config, group, strict and {', '.join(known)}")
     if compile_options.get("mode") and compile_options.get("options"):
         raise ConfigError("mode and options exclude each other, as in torch.compile")
+    options = CompileOptions.of(compile_options)
     loaded = FusionConfig.load(config)
     fusions = loaded.resolve(pipeline.unavailable())
     _check_kernels(loaded, model)
@@ -128,13 +125,13 @@ def _request(model: torch.nn.Module, config: Any, strict: bool, compile_options:
     proposal = {
         "tpfuse": __version__,
         "torch": str(torch.__version__),
-        DISABLE_VARIABLE: str(_disabled()),
+        DISABLE_VARIABLE: str(is_disabled()),
         "config": json.dumps(loaded.to_dict(), sort_keys=True),
         "strict": str(strict),
-        "compile options": repr(sorted(compile_options.items())),
+        "compile options": options.key,
         "model": f"{type(model).__name__} {modules[:12]}",
     }
-    return Request(loaded, fusions, strict, compile_options, proposal)
+    return Request(loaded, fusions, strict, options, proposal)
 
 
 def _check_kernels(config: FusionConfig, model: torch.nn.Module) -> None:
@@ -157,4 +154,3 @@ def _note_groups(applied: AppliedModel, found: list[dist.ProcessGroup]) -> None:
     for each in found:
         if groups.size(each.group_name) == 1:
             note(f"group {each.group_name!r} has one rank: nothing to fuse")
-

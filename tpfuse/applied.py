@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,8 +19,21 @@ from tpfuse.graph.backend import TpfuseBackend
 from tpfuse.models import generate, grad_hooks
 from tpfuse.report import Recorder, Report
 
-#: Arguments of torch.compile that the backend, not torch.compile, is given.
-_BACKEND_OPTIONS = ("mode", "options", "dynamic")
+#: Graphs per variant before Dynamo gives up and runs eagerly. Prefill and decode, with two kinds of cache, in static and
+#: dynamic shapes, already make the eight that are its default.
+_RECOMPILE_LIMIT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileOptions:
+    """Arguments for torch.compile; the key tells two sets apart."""
+
+    values: Mapping[str, Any]
+    key: str
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> CompileOptions:
+        return cls(dict(values), repr(sorted(values.items())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +43,7 @@ class Request:
     config: FusionConfig
     fusions: Mapping[str, Resolved]
     strict: bool
-    compile_options: Mapping[str, Any]
+    compile_options: CompileOptions
     proposal: Mapping[str, str]  # what the ranks of every group must have in common
 
 
@@ -68,12 +82,14 @@ class AppliedModel:
 
     def with_options(self, **compile_options: Any) -> Callable:
         """The same model under other torch.compile options; those given to ``apply`` by name win."""
-        merged = {**compile_options, **self.request.compile_options}
-        if "options" in self.request.compile_options:
+        given = self.request.compile_options.values
+        merged = {**compile_options, **given}
+        if given.get("options"):
             merged.pop("mode", None)  # torch.compile takes one of the two
-        return lambda *args, **kwargs: self._call(merged, args, kwargs)
+        options = CompileOptions.of(merged)
+        return lambda *args, **kwargs: self._call(options, args, kwargs)
 
-    def _call(self, compile_options: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _call(self, compile_options: CompileOptions, args: tuple, kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():  # inside somebody else's torch.compile, which has its own backend
             return self.model._call_impl(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -84,7 +100,7 @@ class AppliedModel:
         if boundaries:
             rows = tokens.count_tokens(self.model.forward, args, kwargs, self.request.config.token_count_from)
             index = bisect.bisect_right(boundaries, rows)
-        key = (index, repr(sorted(compile_options.items())))
+        key = (index, compile_options.key)
         compiled = self._callables.get(key)
         if compiled is None:
             compiled = self._callables[key] = self._compile(tokens.variant_name(boundaries, index), compile_options)
@@ -99,12 +115,19 @@ class AppliedModel:
             self._check_strictly()
         return result
 
-    def _compile(self, variant: str, compile_options: Mapping[str, Any]) -> Callable:
+    def _compile(self, variant: str, compile_options: CompileOptions) -> Callable:
+        for_backend = {"mode", "options", "dynamic"}
+        values = compile_options.values
         backend = TpfuseBackend(
-            self.request.fusions, self.recorder, variant=variant, agree=self._agree,
-            **{k: v for k, v in compile_options.items() if k in _BACKEND_OPTIONS},
+            self.request.fusions,
+            self.recorder,
+            variant=variant,
+            agree=self._agree,
+            **{name: value for name, value in values.items() if name in for_backend},
         )
-        rest = {k: v for k, v in compile_options.items() if k not in ("mode", "options")}
+        rest = {name: value for name, value in values.items() if name not in ("mode", "options")}
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:
+            rest.setdefault("recompile_limit", _RECOMPILE_LIMIT)
         return torch.compile(_entry(self.model), backend=backend, **rest)
 
     def _agree(self, group_name: str) -> None:

@@ -37,6 +37,9 @@ TUNED_FUSION: Mapping[str, str] = {
     "rope_kvcache_fusion_max_token_num": "fuse_rope_kvcache",
 }
 
+#: Environment variable that turns everything off, on every rank that has it.
+DISABLE_VARIABLE = "TPFUSE_DISABLE"
+
 _TRUE, _FALSE, _NONE = ("1", "true", "on", "yes"), ("0", "false", "off", "no"), ("none", "null", "auto", "")
 
 
@@ -113,9 +116,7 @@ class FusionConfig:
                 continue
             _require(name, value, lambda v, k=kinds: isinstance(v, k) and not isinstance(v, bool), "a number")
             _require(name, value, lambda v: v >= 0, "at least 0 (nearest valid: 0)")
-        _require(
-            "token_count_from", self.token_count_from, lambda v: v is None or (isinstance(v, str) and v), "a name"
-        )
+        _require("token_count_from", self.token_count_from, lambda v: v is None or (isinstance(v, str) and v), "a name")
         set_("token_boundaries", _boundaries(self.token_boundaries))
 
     # -- where a configuration comes from ---------------------------------------------------------------------------
@@ -146,7 +147,8 @@ class FusionConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> FusionConfig:
         """From field names and values; lists are taken for tuples, as JSON writes them."""
-        return cls(**{str(k): tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        values: dict[str, Any] = {str(k): tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return cls(**values)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> FusionConfig:
@@ -201,10 +203,15 @@ class FusionConfig:
                 resolved[name] = Resolved(True, bool(wanted))
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, fusion in TUNED_FUSION.items():
-            missing = unavailable.get(name) or unavailable.get(fusion)
+            missing = unavailable.get(name) or unavailable.get(fusion, "")
             if getattr(self, name) != defaults[name] and missing:
                 raise ConfigError(f"{name}={getattr(self, name)} cannot be honoured: {missing}")
         return resolved
+
+
+def is_disabled() -> bool:
+    """Whether the environment turns tpfuse off."""
+    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() in _TRUE
 
 
 def _reject_unknown(fields: Iterable[str]) -> None:

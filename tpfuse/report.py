@@ -105,8 +105,10 @@ def _table(report: Report) -> list[str]:
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    reduces = {o: len({s.where for s in report.sites if s.op == "all_reduce" and s.outcome == o}) for o in
-               ("fused", "merged", "skipped")}
+    reduces = {
+        o: len({s.where for s in report.sites if s.op == "all_reduce" and s.outcome == o})
+        for o in ("fused", "merged", "skipped")
+    }
     total = f"all-reduces: {reduces['fused']} fused, {reduces['merged']} merged, {reduces['skipped']} left"
     compiled = f"{report.graphs} graph(s), {report.pass_seconds:.2f} s in tpfuse's passes"
     off: dict[str, list[str]] = {}

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 def resolve(name: str) -> dist.ProcessGroup:
     """The process group of that name. Raises ValueError: there is none (any more)."""
     try:
-        return c10d._resolve_process_group(name)
+        return c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"no process group named {name!r}: it was destroyed or never made") from error
 

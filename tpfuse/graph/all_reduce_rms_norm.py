@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from tpfuse import kernels
 from tpfuse.comm import groups
@@ -16,8 +16,26 @@ from tpfuse.graph import chain as chains
 from tpfuse.graph.chain import Chain
 from tpfuse.graph.context import Context
 from tpfuse.graph.nodes import (
-    ADD, ALL_REDUCE, COPIES, MUL, VIEWS, WAIT, aten, dtype, emit, erase_unused, is_before, is_call, is_contiguous,
-    latest, same_numel, same_shape, unused_cone, value,
+    ADD,
+    ALL_REDUCE,
+    COPIES,
+    MUL,
+    VIEWS,
+    WAIT,
+    Node,
+    aten,
+    dtype,
+    emit,
+    erase_unused,
+    is_before,
+    is_call,
+    is_contiguous,
+    is_node,
+    latest,
+    same_numel,
+    same_shape,
+    unused_cone,
+    value,
 )
 from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.ops import rms_norm
@@ -92,7 +110,7 @@ def _inputs(norm: Node, chain: Chain) -> list[Node]:
     """Every node that the fused operation (and the view of its input) will read."""
     found = [chain.all_reduce.args[0], norm.args[1], chain.residual, chain.bias, chain.scale]
     found += chain.view.args[1] if chain.view is not None else []
-    return [n for n in found if isinstance(n, Node)]
+    return [n for n in found if is_node(n)]
 
 
 def _first_use(norm: Node, chain: Chain) -> Node:

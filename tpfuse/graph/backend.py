@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from tpfuse.config import FusionConfig, Resolved
+from tpfuse.comm import agreement, groups
+from tpfuse.config import DISABLE_VARIABLE, FusionConfig, Resolved, is_disabled
 from tpfuse.graph import pipeline
 from tpfuse.report import Recorder
 from tpfuse.version import __version__
@@ -46,14 +47,15 @@ class TpfuseBackend:
         self.fusions, self.recorder, self.variant, self.agree = fusions, recorder, variant, agree
         self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
 
-    def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+    def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx
 
-        tag = f"{torch.compiler.config.cache_key_tag}|tpfuse {__version__}"
+        config: Any = torch.compiler.config  # it installs its methods at run time
+        tag = f"{config.cache_key_tag}|tpfuse {__version__}"
         with (
             functorch_config.patch(enable_autograd_cache=False, bundled_autograd_cache=False),
-            torch.compiler.config.patch(cache_key_tag=tag),
+            config.patch(cache_key_tag=tag),
         ):
             return compile_fx(
                 module, example_inputs, inner_compile=self._inner_compile, config_patches=self.inductor.config
@@ -90,5 +92,18 @@ def tpfuse_backend(
     mode and options are those of the "inductor" backend. ``apply`` is the better door: it has a configuration and a
     report, and knows Hugging Face's ``generate``.
     """
-    fusions = FusionConfig().resolve(pipeline.unavailable())
-    return TpfuseBackend(fusions, Recorder(fusions), mode=mode, options=options)(module, example_inputs)
+    config = FusionConfig(optimization_level=0) if is_disabled() else FusionConfig()
+    fusions = config.resolve(pipeline.unavailable())
+    backend = TpfuseBackend(fusions, Recorder(fusions), agree=_agree, mode=mode, options=options)
+    return backend(module, example_inputs)
+
+
+def _agree(group_name: str) -> None:
+    """Once per group: every rank that compiles with this backend has the same version, on or off."""
+    if group_name not in _agreed:
+        _agreed.add(group_name)
+        proposal = {"tpfuse": __version__, DISABLE_VARIABLE: str(is_disabled())}
+        agreement.agree(groups.resolve(group_name), 'torch.compile(backend="tpfuse")', proposal)
+
+
+_agreed: set[str] = set()

@@ -11,11 +11,24 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torch.fx import Node
-
 from tpfuse.graph.nodes import (
-    ADD, ALL_REDUCE, MUL, VIEWS, WAIT, dtype, is_before, is_call, is_tensor, is_vector, number, peel_copies,
-    plain_binary, same_shape, same_sizes, value,
+    ADD,
+    ALL_REDUCE,
+    MUL,
+    VIEWS,
+    WAIT,
+    Node,
+    dtype,
+    is_before,
+    is_call,
+    is_tensor,
+    is_vector,
+    number,
+    peel_copies,
+    plain_binary,
+    same_shape,
+    same_sizes,
+    value,
 )
 
 
@@ -74,7 +87,7 @@ def _trace_sum(node: Node) -> Chain | None:
         step: tuple[Node, Any] | None = None
         if is_call(node, *VIEWS):
             view, step = view or node, (node.args[0], None)
-        elif (copied := peel_copies(node)) is not node:
+        elif peel_copies(node) is not node:
             step = (node.args[0], None)
         elif scale is None and bias is None and (step := _scaled(node)):
             scale = step[1]
@@ -91,7 +104,7 @@ def _scaled(node: Node) -> tuple[Node, float | Node] | None:
     for x, s in (operands, operands[::-1]) if (operands := plain_binary(node, MUL)) else ():
         if is_tensor(x) and dtype(x) is dtype(node) and same_shape(x, node):
             if number(s) is not None:
-                return x, number(s)  # type: ignore[return-value]
+                return x, number(s)
             if is_tensor(s) and value(s).dim() == 0 and dtype(s) is dtype(node):
                 return x, s
     return None
@@ -100,9 +113,10 @@ def _scaled(node: Node) -> tuple[Node, float | Node] | None:
 def _biased(node: Node) -> tuple[Node, Node] | None:
     """(x, b) of x + b with b of shape [D]."""
     for x, b in (operands, operands[::-1]) if (operands := plain_binary(node, ADD)) else ():
-        if is_tensor(x) and same_shape(x, node) and dtype(x) is dtype(node) and is_vector(b, value(node).shape[-1]):
-            if dtype(b) is dtype(node) and value(x).dim() > 1:
-                return x, b
+        if not is_tensor(x) or not same_shape(x, node) or value(x).dim() < 2:
+            continue
+        if dtype(x) is dtype(node) and is_vector(b, value(node).shape[-1]) and dtype(b) is dtype(node):
+            return x, b
     return None
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from tpfuse.config import Resolved
-from tpfuse.graph.nodes import ALL_REDUCE, is_call
+from tpfuse.graph.nodes import ALL_REDUCE, Node, is_call
 from tpfuse.report import Outcome, Recorder, Site
 
 WHERE, ORDER = "tpfuse_where", "tpfuse_order"
@@ -44,8 +44,15 @@ class Context:
         self.decide("skipped", node, op=op, reason=reason)
 
     def decide(
-        self, outcome: Outcome, node: Node, *, op: str = "all_reduce", reason: str = "", group: str = "",
-        kernel: str = "", fusion: str = "fuse_allreduce_rms",
+        self,
+        outcome: Outcome,
+        node: Node,
+        *,
+        op: str = "all_reduce",
+        reason: str = "",
+        group: str = "",
+        kernel: str = "",
+        fusion: str = "fuse_allreduce_rms",
     ) -> None:
         """Leave a decision about the place where ``node`` stands."""
         place = node.meta.get(WHERE) or where(node)

@@ -8,11 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from tpfuse.graph.context import WHERE, Context
 from tpfuse.graph.nodes import (
-    ADD, ALL_REDUCE, VIEWS, WAIT, aten, dtype, emit, erase_unused, is_before, is_call, peel_copies, plain_binary, same_shape,
+    ADD,
+    ALL_REDUCE,
+    VIEWS,
+    WAIT,
+    Node,
+    aten,
+    dtype,
+    emit,
+    erase_unused,
+    is_before,
+    is_call,
+    is_node,
+    peel_copies,
+    plain_binary,
+    same_shape,
     sole_user,
 )
 
@@ -45,7 +59,7 @@ def _terms(root: Node) -> list[_Term]:
     while pending:
         add = pending.pop()
         for operand in plain_binary(add, ADD) or ():
-            if not isinstance(operand, Node) or not same_shape(operand, root) or dtype(operand) is not dtype(root):
+            if not is_node(operand) or not same_shape(operand, root) or dtype(operand) is not dtype(root):
                 continue
             if plain_binary(operand, ADD) and len(operand.users) == 1:
                 pending.append(operand)
@@ -80,7 +94,9 @@ def _merge_terms(graph: Graph, context: Context, terms: list[_Term]) -> None:
             context.rewrites += 1
             into = last.all_reduce.meta.get(WHERE, "")
             context.decide(
-                "merged", term.all_reduce, reason=f"summed before the all-reduce of {into}",
+                "merged",
+                term.all_reduce,
+                reason=f"summed before the all-reduce of {into}",
                 group=str(term.all_reduce.args[2]),
             )
             erase_unused(graph, term.node)
@@ -114,7 +130,7 @@ def _rest(term: _Term) -> Node | None:
     """The other operand of the term's addition, if the sum can go on with it alone."""
     a, b = plain_binary(term.add, ADD) or (None, None)
     rest = b if a is term.node else a
-    ok = isinstance(rest, Node) and same_shape(rest, term.add) and dtype(rest) is dtype(term.add)
+    ok = is_node(rest) and same_shape(rest, term.add) and dtype(rest) is dtype(term.add)
     return rest if ok else None
 
 

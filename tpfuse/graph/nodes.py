@@ -7,12 +7,15 @@ would be without tpfuse.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._guards import detect_fake_mode
-from torch.fx import Graph, Node
+from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+#: fx types a node's arguments as a union of everything, which no pass could use without a cast a line.
+Node: TypeAlias = Any
 
 aten, prims, collectives = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 
@@ -29,8 +32,12 @@ COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
 INHERITED = ("nn_module_stack", "stack_trace", "tpfuse_where", "tpfuse_order")
 
 
+def is_node(argument: Any) -> bool:
+    return isinstance(argument, torch.fx.Node)
+
+
 def is_call(node: Any, *targets: Callable) -> bool:
-    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+    return is_node(node) and node.op == "call_function" and node.target in targets
 
 
 def value(node: Node) -> Any:
@@ -39,7 +46,7 @@ def value(node: Node) -> Any:
 
 
 def is_tensor(node: Any) -> bool:
-    return isinstance(node, Node) and isinstance(value(node), torch.Tensor)
+    return is_node(node) and isinstance(value(node), torch.Tensor)
 
 
 def dtype(node: Node) -> torch.dtype | None:
@@ -95,7 +102,7 @@ def number(argument: Any) -> float | None:
 
 def peel_copies(node: Node) -> Node:
     """What the value was before copies of it."""
-    while is_call(node, *COPIES) and not node.kwargs.get("memory_format") and isinstance(node.args[0], Node):
+    while is_call(node, *COPIES) and not node.kwargs.get("memory_format") and is_node(node.args[0]):
         node = node.args[0]
     return node
 
@@ -125,7 +132,7 @@ def erase_unused(graph: Graph, node: Node) -> None:
     while not node.users and node.op == "call_function":
         source = node.args[0]
         graph.erase_node(node)
-        if node.target is ALL_REDUCE or not isinstance(source, Node):
+        if node.target is ALL_REDUCE or not is_node(source):
             return
         node = source
 
@@ -138,7 +145,7 @@ def emit(graph: Graph, target: Callable, args: tuple, kwargs: dict[str, Any] | N
         if key in like.meta:
             node.meta[key] = like.meta[key]
     fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
-    mode = detect_fake_mode([v for v in torch.utils._pytree.tree_leaves((fake_args, fake_kwargs))])
+    mode = detect_fake_mode(torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)))
     if mode is not None:
         with mode:
             node.meta["val"] = target(*fake_args, **fake_kwargs)

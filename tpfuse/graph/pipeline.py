@@ -1,9 +1,9 @@
 """The passes over one graph, in their order.
 
-    raise   first: fusions only know canonical norms
-    merge   before fusing: two all-reduces that meet in a sum are one site
-    fuse    takes canonical nodes, one pass per fusion
-    lower   last: what nobody took becomes what it was
+raise   first: fusions only know canonical norms
+merge   before fusing: two all-reduces that meet in a sum are one site
+fuse    takes canonical nodes, one pass per fusion
+lower   last: what nobody took becomes what it was
 """
 
 from __future__ import annotations

@@ -16,11 +16,25 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from tpfuse.graph.context import Context
 from tpfuse.graph.nodes import (
-    ADD, CONVERT, MUL, aten, dtype, emit, is_call, is_tensor, is_vector, number, plain_binary, same_shape, sole_user,
+    ADD,
+    CONVERT,
+    MUL,
+    Node,
+    aten,
+    dtype,
+    emit,
+    is_call,
+    is_node,
+    is_tensor,
+    is_vector,
+    number,
+    plain_binary,
+    same_shape,
+    sole_user,
     value,
 )
 from tpfuse.ops import rms_norm
@@ -105,7 +119,7 @@ def _match(node: Node, under: Node, divides: bool) -> _Norm | LookAlike | None:
     if scaled is None:
         return LookAlike(x, "rms_norm", "the inverse root has several users")
     operands = scaled.args[:1] if divides else (plain_binary(scaled, MUL) or ())
-    if divides and len(scaled.args) != 2 or not any(_same_values(o, h) for o in operands):
+    if (divides and len(scaled.args) != 2) or not any(_same_values(o, h) for o in operands):
         return LookAlike(x, "rms_norm", "the inverse root does not multiply the value that was squared")
     assert eps is not None
     return _follow(_Norm(x=x, out=scaled, eps=eps))
@@ -142,9 +156,7 @@ def _follow(norm: _Norm) -> _Norm:
         plain, offset = _split_offset(weight)
         if not offset:  # the product is in the weight's own dtype: a widened weight is not the same as a narrow one
             plain = weight
-        norm = dataclasses.replace(
-            norm, out=weighted, weight=plain, weight_offset=offset, normed_dtype=dtype(user)
-        )
+        norm = dataclasses.replace(norm, out=weighted, weight=plain, weight_offset=offset, normed_dtype=dtype(user))
     else:
         weight = _weight_operand(user, out, size)
         if weight is None:
@@ -158,7 +170,7 @@ def _follow(norm: _Norm) -> _Norm:
 
 def _narrows(user: Node | None, source: Node) -> bool:
     """Whether ``user`` rounds an fp32 value to 16 bits. A widening cast belongs to whoever asked for it."""
-    return is_call(user, CONVERT) and dtype(source) is torch.float32 and dtype(user) in _NARROW  # type: ignore[arg-type]
+    return is_call(user, CONVERT) and dtype(source) is torch.float32 and dtype(user) in _NARROW
 
 
 def _weight_operand(product: Node | None, normed: Node, size: object) -> Node | None:
@@ -187,12 +199,12 @@ def _split_offset(weight: Node) -> tuple[Node, float]:
 def _split_epsilon(node: Node) -> tuple[Node, float | None]:
     if is_call(node, ADD, aten.add.Scalar) and len(node.args) == 2 and not node.kwargs:
         for mean, eps in (node.args, node.args[::-1]):
-            if isinstance(mean, Node) and number(eps) is not None:
+            if is_node(mean) and number(eps) is not None:
                 return mean, number(eps)
     return node, None
 
 
-def _squared(node: object) -> Node | None:
+def _squared(node: Node) -> Node | None:
     if is_call(node, aten.pow.Tensor_Scalar) and node.args[1] == 2:
         return node.args[0]
     if is_call(node, aten.square.default):
@@ -204,8 +216,10 @@ def _squared(node: object) -> Node | None:
 
 
 def _is_getitem_of_var(node: Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem" and is_call(
-        node.args[0], aten.var_mean.correction
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "__name__", "") == "getitem"
+        and is_call(node.args[0], aten.var_mean.correction)
     )
 
 
@@ -216,11 +230,15 @@ def _uncast(node: Node) -> Node:
     return node
 
 
-def _same_values(a: object, b: Node) -> bool:
+def _same_values(a: Node, b: Node) -> bool:
     """Whether two nodes hold the same values in the same dtype: one node, or two casts of one."""
     if a is b:
         return True
     return (
-        is_tensor(a) and dtype(a) is dtype(b) and same_shape(a, b) and is_call(a, CONVERT) and is_call(b, CONVERT)
+        is_tensor(a)
+        and dtype(a) is dtype(b)
+        and same_shape(a, b)
+        and is_call(a, CONVERT)
+        and is_call(b, CONVERT)
         and a.args[0] is b.args[0]
     )

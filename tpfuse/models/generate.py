@@ -22,7 +22,7 @@ class CompiledCall:
     is not applied, and then the stand-in does what the class would do.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def __call__(self, compile_config: Any = None) -> Callable:

@@ -52,8 +52,19 @@ def _run(input, weight, group, eps, *args, **kwargs):
     return (kernel.run if kernel else reference)(input, weight, group, eps, *args, **kwargs)
 
 
-def _fake(input, weight, group, eps, residual=None, bias=None, scale=None, scale_tensor=None, weight_offset=0.0,
-          normed_dtype=None, out_dtype=None):
+def _fake(
+    input,
+    weight,
+    group,
+    eps,
+    residual=None,
+    bias=None,
+    scale=None,
+    scale_tensor=None,
+    weight_offset=0.0,
+    normed_dtype=None,
+    out_dtype=None,
+):
     total = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     return torch.empty(input.shape, dtype=out_dtype or input.dtype, device=input.device), total
 
@@ -111,16 +122,28 @@ def all_reduce_rms_norm(
     _require(bias is None or bias.shape == (hidden,), f"bias must be [{hidden}]", bias)
     _require(bias is None or bias.dtype == input.dtype, f"bias must be {input.dtype}", bias)
     factor = scale if isinstance(scale, torch.Tensor) else None
-    _require(factor is None or (factor.numel() == 1 and factor.dtype == input.dtype),
-             f"scale must be a number or one element of {input.dtype}", factor)
+    _require(
+        factor is None or (factor.numel() == 1 and factor.dtype == input.dtype),
+        f"scale must be a number or one element of {input.dtype}",
+        factor,
+    )
     tensors = [t for t in (input, weight, residual, bias, factor) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise ValueError("all_reduce_rms_norm has no backward yet: call it under torch.no_grad()")
     if any(t.device != input.device for t in tensors):
         raise ValueError(f"all tensors must be on {input.device}")
     return OP(
-        input, weight, group_name(group), eps, residual, bias, None if factor is not None else scale,
-        factor.reshape(()) if factor is not None else None, weight_offset, normed_dtype, out_dtype,
+        input,
+        weight,
+        group_name(group),
+        eps,
+        residual,
+        bias,
+        None if factor is not None else scale,
+        factor.reshape(()) if factor is not None else None,
+        weight_offset,
+        normed_dtype,
+        out_dtype,
     )
 
 
