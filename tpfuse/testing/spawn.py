@@ -26,13 +26,15 @@ def spawn(
     *args: Any,
     backend: str = "gloo",
     timeout_s: float = 120.0,
+    grace_s: float = 0.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """``function(rank, *args)`` in a new process per rank, with the default process group made. Results in rank order.
 
     function   importable by name (a module's top level); its result must pickle
     backend    of the default group; "" makes none
-    timeout_s  for the whole call, and for the group's collectives
+    timeout_s  for the group's collectives, and for the whole call
+    grace_s    seconds more for the whole call: for tests of what happens on a time-out
     env        environment variables of the children, besides this process's
     Raises RankError: a rank raised, died, or outlived the time-out (it is killed).
     """
@@ -49,7 +51,7 @@ def spawn(
         ]
         for child in children:
             child.start()
-    outcomes = _collect(results, children, time.monotonic() + timeout_s)
+    outcomes = _collect(results, children, time.monotonic() + timeout_s + grace_s)
     for child in children:
         child.join(5)
         if child.is_alive():
@@ -63,6 +65,17 @@ def spawn(
     if stories:
         raise RankError("\n".join(stories))
     return [outcomes[rank][1] for rank in range(world_size)]
+
+
+def under_torchrun(function: Callable[..., Any], *args: Any, backend: str = "nccl", timeout_s: float = 120.0) -> None:
+    """Run ``function(rank, *args)`` on the ranks that torchrun started, and print each rank's result."""
+    rank = int(os.environ["RANK"])
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    print(f"rank {rank}: {function(rank, *args)}", flush=True)
+    torch._dynamo.reset()  # CUDA graphs that hold NCCL calls would keep the group from ending
+    dist.destroy_process_group()
 
 
 def _collect(results: Any, children: list, deadline: float) -> dict[int, tuple[bool, Any]]:

@@ -1,0 +1,9 @@
+"""What all tests need."""
+
+from __future__ import annotations
+
+import logging
+
+# torch writes structured traces of every compilation to this logger, whether or not anybody listens: pytest would keep
+# them and print thousands of lines with each failure.
+logging.getLogger("torch.__trace").propagate = False

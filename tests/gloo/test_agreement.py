@@ -1,0 +1,99 @@
+"""Ranks that want different things, or fail, learn of it on every rank, and nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+import tpfuse
+from tests.gloo.layers import Stack, largest_difference
+from tpfuse.testing import interpret_graphs, spawn
+
+
+def _told(function, *args, **kwargs) -> str:
+    """Type and text of the tpfuse error that a call ends in, empty if it does not."""
+    try:
+        function(*args, **kwargs)
+    except tpfuse.TpfuseError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _Nameless(Stack):
+    """Its groups cannot be found on the model, only in the graph."""
+
+    def __init__(self, group):
+        super().__init__(group, layers=1)
+        self.tp_group, self.layers[0].tp_group = None, None
+        self.layers[0].all_reduce = _all_reduce_in_world
+
+
+def _all_reduce_in_world(y: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(y)
+    return y
+
+
+def _scenarios(rank: int) -> dict[str, object]:
+    world, found = dist.group.WORLD, {}
+    with interpret_graphs():
+        model = Stack(world)
+        found["config"] = _told(tpfuse.apply, model, {"fuse_allreduce_rms": rank == 0})
+        found["failure"] = _told(tpfuse.apply, model, {"fuse_allreduce_rsm": True} if rank else None)
+        found["unsupported"] = _told(tpfuse.apply, model, {"enable_sp": True})
+        found["options"] = _told(tpfuse.apply, model, fullgraph=bool(rank))
+        found["argument"] = _told(tpfuse.apply, model, fulgraph=True)
+        os.environ["TPFUSE_DISABLE"] = str(rank)
+        found["disabled on one"] = _told(tpfuse.apply, model)
+        os.environ["TPFUSE_DISABLE"] = "1"
+        found["disabled"] = _told(tpfuse.apply, model)
+        found["disabled report"] = str(tpfuse.explain(model))
+        del os.environ["TPFUSE_DISABLE"]
+        found["nothing applied"] = model._compiled_call_impl is None
+        found["unknown group"] = largest_difference(tpfuse.apply(model), 3)
+
+        nameless = tpfuse.apply(_Nameless(world), {"fuse_allreduce_rms": rank == 0})
+        x = torch.randn(3, 32)
+        with torch.no_grad():
+            found["only in the graph"] = _told(nameless, x, torch.randn(3, 96))
+        strict = tpfuse.apply(torch.nn.Linear(4, 4), strict=True)
+        with torch.no_grad():
+            found["strict"] = _told(strict, torch.randn(2, 4))
+        if rank == 1:
+            time.sleep(8)  # a straggler changes nothing
+        found["straggler"] = largest_difference(tpfuse.apply(Stack(world, seed=5)), 3)
+    return found
+
+
+def test_what_every_rank_is_told():
+    first, second = spawn(_scenarios, 2, timeout_s=240)
+    for found in (first, second):
+        assert "AgreementError" in found["config"] and "differ in config" in found["config"]
+        assert '"fuse_allreduce_rms": false' in found["config"]
+        assert found["unsupported"].startswith("ConfigError: enable_sp=True cannot be honoured: not in this version")
+        assert "differ in compile options" in found["options"]
+        assert "unknown argument 'fulgraph'" in found["argument"]
+        assert "differ in TPFUSE_DISABLE" in found["disabled on one"]
+        assert found["disabled"] == "" and "TPFUSE_DISABLE is set" in found["disabled report"]
+        assert found["nothing applied"]
+        assert found["unknown group"] < 1e-5 and found["straggler"] < 1e-5
+        assert "AgreementError" in found["only in the graph"] and "differ in config" in found["only in the graph"]
+        assert found["strict"].startswith("StrictError")
+    assert "AgreementError" in first["failure"] and "rank 1: ConfigError: unknown field" in first["failure"]
+    assert second["failure"].startswith("ConfigError: unknown field 'fuse_allreduce_rsm'")
+
+
+def _one_stays_away(rank: int) -> tuple[str, float]:
+    start = time.monotonic()
+    told = _told(tpfuse.apply, Stack(dist.group.WORLD)) if rank == 0 else ""
+    if rank == 1:
+        time.sleep(14)
+    return told, time.monotonic() - start
+
+
+def test_a_rank_that_never_applies_ends_in_an_error_not_a_hang():
+    (told, seconds), _ = spawn(_one_stays_away, 2, timeout_s=10, grace_s=30)
+    assert "AgreementError: rank(s) [1]" in told and "did not call tpfuse.apply" in told
+    assert seconds < 14

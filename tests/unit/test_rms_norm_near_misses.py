@@ -1,0 +1,506 @@
+"""What looks like a fusable norm and is none stays untouched, computes what it did, and says why."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.unit import norms
+from tests.unit.graphs import all_reduce, check, compile_plainly, compile_with_tpfuse, values, world
+
+T, D = 6, 16
+
+
+@pytest.fixture(autouse=True)
+def two_ranks():
+    with world(2) as group:
+        yield group
+
+
+# -- norms that are no RMSNorm ----------------------------------------------------------------------------------------------
+
+
+def _layer_norm(x, w, eps):
+    return F.layer_norm(x, (D,), w, None, eps)
+
+
+def _layer_norm_by_hand(x, w, eps):
+    h = x.float()
+    h = h - h.mean(-1, keepdim=True)
+    return w * (h * torch.rsqrt(norms.mean_square(h) + eps)).to(x.dtype)
+
+
+def _layer_norm_by_var(x, w, eps):
+    h = x.float()
+    return w * ((h - h.mean(-1, keepdim=True)) * torch.rsqrt(h.var(-1, keepdim=True, unbiased=False) + eps)).to(x.dtype)
+
+
+def _uncentred_by_variance(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt(h.var(-1, keepdim=True, unbiased=False) + eps)).to(x.dtype)
+
+
+def _epsilon_outside(x, w, eps):
+    h = x.float()
+    return w * (h * (torch.rsqrt(norms.mean_square(h)) + eps)).to(x.dtype)
+
+
+def _epsilon_beside_the_root(x, w, eps):
+    h = x.float()
+    return w * (h / (torch.sqrt(norms.mean_square(h)) + eps)).to(x.dtype)
+
+
+def _epsilon_as_maximum(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt(norms.mean_square(h).clamp(min=eps))).to(x.dtype)
+
+
+def _epsilon_is_a_vector(x, w, eps):
+    h = x.float()
+    return (h * torch.rsqrt(norms.mean_square(h) + w.float().abs())).to(x.dtype)
+
+
+def _epsilon_is_subtracted(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt(norms.mean_square(h) + 1.0 - eps)).to(x.dtype)
+
+
+def _sum(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _maximum(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt(h.pow(2).amax(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _mean_over_rows(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt(h.pow(2).mean(0, keepdim=True) + eps)).to(x.dtype)
+
+
+def _mean_over_everything(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt(h.pow(2).mean() + eps)).to(x.dtype)
+
+
+def _mean_over_both_dimensions(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt(h.pow(2).mean((-2, -1), keepdim=True) + eps)).to(x.dtype)
+
+
+def _mean_without_the_dimension(x, w, eps):
+    h = x[:D].float()
+    return w * (h.t() * torch.rsqrt(h.pow(2).mean(-1) + eps)).t().to(x.dtype)
+
+
+def _mean_of_fourth_powers(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt(h.pow(4).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _mean_of_absolutes(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt(h.abs().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _root_not_inverted(x, w, eps):
+    h = x.float()
+    return w * (h * torch.sqrt(norms.mean_square(h) + eps)).to(x.dtype)
+
+
+def _in_the_model_dtype(x, w, eps):
+    return w * (x * torch.rsqrt(norms.mean_square(x) + eps))
+
+
+def _mean_in_the_model_dtype(x, w, eps):
+    h = x.float()
+    return w * (h * torch.rsqrt((x * x).mean(-1, keepdim=True).float() + eps)).to(x.dtype)
+
+
+def _norm_of_another_value(x, w, eps):
+    h = x.float()
+    return w * (torch.tanh(h) * torch.rsqrt(norms.mean_square(h) + eps)).to(x.dtype)
+
+
+def _root_goes_elsewhere_too(x, w, eps):
+    h = x.float()
+    root = torch.rsqrt(norms.mean_square(h) + eps)
+    return w * (h * root).to(x.dtype) + root.to(x.dtype)
+
+
+def _rounded_before_the_product(x, w, eps):
+    h = x.float()
+    return w * (x * torch.rsqrt(norms.mean_square(h) + eps).to(x.dtype))
+
+
+def _in_fp64(x, w, eps):
+    h = x.double()
+    return w * (h * torch.rsqrt(norms.mean_square(h) + eps)).to(x.dtype)
+
+
+#: Name -> (norm, what its reason must say). None: no root of a mean of squares, so no norm to name at all.
+LOOK_ALIKES = {
+    "LayerNorm": (_layer_norm, "LayerNorm"),
+    "LayerNorm by hand": (_layer_norm_by_hand, "LayerNorm"),
+    "LayerNorm by var": (_layer_norm_by_var, "LayerNorm"),
+    "variance, not centred": (_uncentred_by_variance, "LayerNorm|variance"),
+    "eps added to the inverse root": (_epsilon_outside, "epsilon"),
+    "eps added to the root": (_epsilon_beside_the_root, None),
+    "clamped, no eps": (_epsilon_as_maximum, None),
+    "eps is a vector": (_epsilon_is_a_vector, None),
+    "sum": (_sum, "sum"),
+    "max": (_maximum, None),
+    "mean over rows": (_mean_over_rows, "dimension"),
+    "mean over everything": (_mean_over_everything, None),
+    "mean over the last two": (_mean_over_both_dimensions, "dimension"),
+    "mean drops the dimension": (_mean_without_the_dimension, "drops|dimension"),
+    "fourth powers": (_mean_of_fourth_powers, None),
+    "absolutes": (_mean_of_absolutes, None),
+    "root, not inverse": (_root_not_inverted, None),
+    "computed in bf16": (_in_the_model_dtype, "bfloat16"),
+    "mean in bf16": (_mean_in_the_model_dtype, None),
+    "another value is scaled": (_norm_of_another_value, "does not multiply"),
+    "inverse root used twice": (_root_goes_elsewhere_too, "several users"),
+    "inverse root rounded": (_rounded_before_the_product, None),
+    "computed in fp64": (_in_fp64, "float64"),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_look_alike(name):
+    norm, reason = LOOK_ALIKES[name]
+
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norm(y, w, 1e-5), y
+
+    inputs = values(D, D), values(D, D, seed=1), values(D, seed=2)
+    run = check(function, *inputs, fused=0, skipped=1, exact=name != "LayerNorm")
+    _, plain = compile_plainly(function, *inputs)
+    assert run.graph.code == plain.graphs[0].code
+    (told,) = run.skipped
+    assert told
+    if reason is not None:
+        assert re.search(reason, told), told
+        (norm_site,) = [s for s in run.report.sites if s.op != "all_reduce"]
+        assert norm_site.outcome == "skipped" and re.search(reason, norm_site.reason)
+
+
+def test_epsilon_of_two_numbers_is_not_lost():
+    """mean + 1 - eps: whatever is fused, both numbers count."""
+
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return _epsilon_is_subtracted(y, w, 0.25), y
+
+    inputs = values(T, D), values(T, D, seed=1), values(D, seed=2)
+    fused = compile_with_tpfuse(function, *inputs).report.count("fuse_allreduce_rms")
+    check(function, *inputs, fused=fused, skipped=1 - fused)
+
+
+def test_look_alike_with_one_more_element_in_the_mean():
+    """A norm over [T, D] padded to D + 1: another size under the mean than in the product."""
+
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        h = y.float()
+        return w * (h * torch.rsqrt(norms.mean_square(F.pad(h, (0, 1))) + 1e-5)).to(y.dtype), y
+
+    check(function, values(T, D), values(T, D, seed=1), values(D, seed=2), fused=0, skipped=1)
+
+
+# -- all-reduces that must stay -----------------------------------------------------------------------------------------------
+
+
+def _skipped_for(function, *inputs, reason, skipped=1, **kwargs):
+    run = check(function, *inputs, fused=0, skipped=skipped, **kwargs)
+    for told in run.skipped:
+        assert re.search(reason, told), told
+    return run
+
+
+@pytest.mark.parametrize("kind", ["max", "min", "product"])
+def test_other_reduction(kind):
+    def function(x, r, w):
+        y = all_reduce(x, kind) + r
+        return norms.llama(y, w, 1e-5), y
+
+    _skipped_for(function, values(T, D), values(T, D, seed=1), values(D, seed=2), reason=kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_integers(dtype):
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norms.llama(y.float(), w, 1e-5), y
+
+    x = torch.arange(T * D).view(T, D).to(dtype)
+    _skipped_for(function, x, x + 1, values(D, dtype=torch.float32), reason=str(dtype))
+
+
+def test_fp64():
+    """Neither narrowed to fp32 nor fused: an fp64 model keeps its digits."""
+
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return w * (y * torch.rsqrt(norms.mean_square(y) + 1e-5)), y
+
+    inputs = (values(T, D, dtype=torch.float64, seed=i) for i in range(2))
+    _skipped_for(function, *inputs, values(D, dtype=torch.float64), reason="float64")
+
+
+def test_fp64_narrowed_by_the_norm():
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norms.llama(y, w, 1e-5), y
+
+    inputs = (values(T, D, dtype=torch.float64, seed=i) for i in range(2))
+    _skipped_for(function, *inputs, values(D, dtype=torch.float32), reason="float64")
+
+
+def test_reduced_value_used_elsewhere():
+    """The fused operation does not return the sum over ranks alone."""
+
+    def function(x, r, w):
+        reduced = all_reduce(x)
+        y = reduced + r
+        return norms.llama(y, w, 1e-5), y, reduced * 2
+
+    _skipped_for(function, values(T, D), values(T, D, seed=1), values(D, seed=2), reason="something else uses")
+
+
+def test_reduced_and_biased_value_used_elsewhere():
+    def function(x, r, w, b):
+        biased = all_reduce(x) + b
+        y = biased + r
+        return norms.llama(y, w, 1e-5), y, biased.tanh()
+
+    inputs = values(T, D), values(T, D, seed=1), values(D, seed=2), values(D, seed=3)
+    _skipped_for(function, *inputs, reason="something else uses")
+
+
+def test_reduced_value_is_its_own_residual():
+    """y + y: whatever becomes of it, there is one all-reduce, which is not merged with itself."""
+
+    def function(x, w):
+        reduced = all_reduce(x)
+        y = reduced + reduced
+        return norms.llama(y, w, 1e-5), y
+
+    inputs = values(T, D), values(D, seed=1)
+    fused = compile_with_tpfuse(function, *inputs).report.count("fuse_allreduce_rms")
+    check(function, *inputs, fused=fused, skipped=1 - fused)
+
+
+@pytest.mark.parametrize("shape", [(1, D), (T, 1), (1, 1), (1,)], ids=str)
+def test_broadcast_residual(shape):
+    """The residual must have the value's own shape. [T, 1] would be a bias of rows."""
+
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norms.llama(y, w, 1e-5), y
+
+    run = _skipped_for(function, values(T, D), values(*shape, seed=1), values(D, seed=2), reason=".")
+    assert "no norm follows" not in run.skipped[0], "a norm does follow"
+
+
+def test_broadcast_reduced_value():
+    """One row is reduced and added to many."""
+
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norms.llama(y, w, 1e-5), y
+
+    _skipped_for(function, values(1, D), values(T, D, seed=1), values(D, seed=2), reason=".")
+
+
+def test_residual_of_another_dtype():
+    """An fp32 residual stream under bf16 activations: the sum is fp32, the message bf16."""
+
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norms.llama(y, w, 1e-5), y
+
+    x, r, w = values(T, D), values(T, D, seed=1, dtype=torch.float32), values(D, seed=2)
+    run = _skipped_for(function, x, r, w, reason=".")
+    assert "no norm follows" not in run.skipped[0], "a norm does follow"
+
+
+def test_scaled_residual_add():
+    """torch.add(..., alpha=2) is no plain sum."""
+
+    def function(x, r, w):
+        y = torch.add(r, all_reduce(x), alpha=2)
+        return norms.llama(y, w, 1e-5), y
+
+    run = _skipped_for(function, values(T, D), values(T, D, seed=1), values(D, seed=2), reason=".")
+    assert "no norm follows" not in run.skipped[0], "a norm does follow"
+
+
+def test_subtracted_residual():
+    def function(x, r, w):
+        y = all_reduce(x) - r
+        return norms.llama(y, w, 1e-5), y
+
+    _skipped_for(function, values(T, D), values(T, D, seed=1), values(D, seed=2), reason="sub")
+
+
+def test_scale_of_another_dtype():
+    """bf16 * fp32 scalar tensor is computed in fp32 and rounded once: another function than bf16 * bf16(scalar)."""
+
+    def function(x, r, w, s):
+        y = all_reduce(x) * s + r
+        return norms.llama(y, w, 1e-5), y
+
+    inputs = values(T, D), values(T, D, seed=1), values(D, seed=2), torch.tensor(1 / 3)
+    fused = compile_with_tpfuse(function, *inputs).report.count("fuse_allreduce_rms")
+    check(function, *inputs, fused=fused, skipped=1 - fused)
+
+
+@pytest.mark.parametrize("shape", [(D,), (T, 1), (T, D)], ids=str)
+def test_scale_of_more_elements(shape):
+    """Layer scale and gates are no scale of one element."""
+
+    def function(x, r, w, s):
+        y = all_reduce(x) * s + r
+        return norms.llama(y, w, 1e-5), y
+
+    _skipped_for(function, values(T, D), values(T, D, seed=1), values(D, seed=2), values(*shape, seed=3), reason=".")
+
+
+def test_nonlinearity_between():
+    def function(x, r, w):
+        y = torch.relu(all_reduce(x)) + r
+        return norms.llama(y, w, 1e-5), y
+
+    _skipped_for(function, values(T, D), values(T, D, seed=1), values(D, seed=2), reason="relu")
+
+
+def test_weight_computed_after_the_sum_is_used():
+    """The fused operation gives the sum and the norm at once, but the weight depends on the sum."""
+
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        weight = w * y.mean().to(w.dtype)
+        return norms.llama(y, weight, 1e-5), y
+
+    _skipped_for(function, values(T, D), values(T, D, seed=1), values(D, seed=2), reason="after the sum is used")
+
+
+def test_weight_computed_after_the_norm_began():
+    """Still before its product with the norm, and independent of it: fused or not, it must compile and be right."""
+
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        n = norms.without_weight(y, w, 1e-5)
+        return n * torch.exp(w), y
+
+    inputs = values(T, D), values(T, D, seed=1), values(D, seed=2)
+    fused = compile_with_tpfuse(function, *inputs).report.count("fuse_allreduce_rms")
+    check(function, *inputs, fused=fused, skipped=1 - fused)
+
+
+def test_residual_depends_on_the_reduced_value():
+    def function(x, w):
+        reduced = all_reduce(x)
+        y = torch.tanh(reduced) + reduced
+        return norms.llama(y, w, 1e-5), y
+
+    _skipped_for(function, values(T, D), values(D, seed=1), reason="something else uses")
+
+
+def test_world_of_one():
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norms.llama(y, w, 1e-5), y
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=1, store=dist.HashStore())
+    inputs = values(T, D), values(T, D, seed=1), values(D, seed=2)
+    run = _skipped_for(function, *inputs, reason="world size 1")
+    assert run.graph.code == compile_plainly(function, *inputs)[1].graphs[0].code
+
+
+def test_no_norm_follows():
+    def function(x, w):
+        return all_reduce(x) @ w
+
+    _skipped_for(function, values(T, D), values(D, D, seed=1), reason="no norm follows: it goes to mm")
+
+
+def test_output_of_the_graph():
+    def function(x, r):
+        return all_reduce(x) + r
+
+    _skipped_for(function, values(T, D), values(T, D, seed=1), reason="output of the graph")
+
+
+def test_norm_without_all_reduce():
+    """It is left to Inductor and named; there is no all-reduce to count."""
+
+    def function(x, r, w):
+        return norms.llama(x + r, w, 1e-5)
+
+    run = check(function, values(T, D), values(T, D, seed=1), values(D, seed=2), fused=0)
+    (site,) = run.report.sites
+    assert (site.op, site.outcome, site.group) == ("rms_norm", "skipped", "") and "no all-reduce" in site.reason
+
+
+def test_q_norm_over_a_sharded_dimension():
+    """OLMo2's full-width q norm reads gathered columns: no all-reduce of a sum reaches it."""
+
+    def function(x, w):
+        q = torch.distributed._functional_collectives.all_gather_tensor(x, 1, dist.group.WORLD)
+        return norms.llama(q, w, 1e-5)
+
+    check(function, values(T, D), values(2 * D, seed=1), fused=0)
+
+
+def test_every_skipped_reason_is_about_a_norm_that_exists():
+    """Where a norm is reached but cannot be fused, the reason must not be that no norm follows."""
+
+    def function(x, r, w, b):
+        y = all_reduce(x) * 2.0 + b + r  # scale, then bias: not the order of the fused operation
+        return norms.llama(y, w, 1e-5), y
+
+    inputs = values(T, D), values(T, D, seed=1), values(D, seed=2), values(D, seed=3)
+    run = compile_with_tpfuse(function, *inputs)
+    fused = run.report.count("fuse_allreduce_rms")
+    check(function, *inputs, fused=fused, skipped=1 - fused)
+    for reason in [s.reason for s in run.report.sites if s.outcome == "skipped"]:
+        assert "no norm follows" not in reason and "no all-reduce reaches" not in reason
+
+
+def test_off_by_the_user():
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norms.llama(y, w, 1e-5), y
+
+    inputs = values(T, D), values(T, D, seed=1), values(D, seed=2)
+    _skipped_for(function, *inputs, config={"fuse_allreduce_rms": False}, reason="off: fuse_allreduce_rms=False")
+    _skipped_for(function, *inputs, config={"optimization_level": 0}, reason="off: optimization_level=0")
+
+
+def test_training_graph_is_left_alone():
+    """With gradients the joint graph goes through as it is, with a reason."""
+    from tests.unit.graphs import Backend
+
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norms.llama(y, w, 1e-5).sum()
+
+    backend = Backend()
+    w = values(D, seed=2, dtype=torch.float32).requires_grad_()
+    with torch.enable_grad():
+        x, r = values(T, D, dtype=torch.float32), values(T, D, dtype=torch.float32, seed=1)
+        torch.compile(function, backend=backend)(x, r, w).backward()
+    report = backend.recorder.report()
+    assert report.count("fuse_allreduce_rms") == 0
+    assert {s.reason for s in report.sites if s.op == "all_reduce"} == {"training graph: only inference is fused"}
+    assert w.grad is not None and w.grad.abs().sum() > 0
