@@ -1,9 +1,10 @@
-"""What all tests need."""
+"""One thread per process: tests run beside each other, and most of them are processes beside each other themselves."""
 
-from __future__ import annotations
+import os
 
-import logging
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# torch writes structured traces of every compilation to this logger, whether or not anybody listens: pytest would keep
-# them and print thousands of lines with each failure.
-logging.getLogger("torch.__trace").propagate = False
+import torch
+
+torch.set_num_threads(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from tpfuse.report import Recorder, Report
 #: Graphs per variant before Dynamo gives up and runs eagerly. Prefill and decode, with two kinds of cache, in static and
 #: dynamic shapes, already make the eight that are its default.
 _RECOMPILE_LIMIT = 64
+_entries = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,7 @@ class AppliedModel:
             self.request.fusions,
             self.recorder,
             variant=variant,
+            model=self.model,
             agree=self._agree,
             **{name: value for name, value in values.items() if name in for_backend},
         )
@@ -148,14 +151,19 @@ class AppliedModel:
 
 
 def _entry(model: torch.nn.Module) -> Callable:
-    """A function that calls the model and has a code object of its own."""
+    """A function that calls the model and has a code object and a name of its own.
+
+    Dynamo keeps compiled graphs per code object, and what it learnt about inputs (this size, or this epsilon, varies) per
+    name: one model must not make the next one's hidden size dynamic. Graphs know the model by the name of its variable here
+    (``places.ENTRY_VARIABLE``).
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    return types.FunctionType(
-        forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    name = f"{type(model).__name__}_{next(_entries)}"
+    code = forward.__code__.replace(co_name=name)
+    return types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
 
 
 def _ours(error: BaseException) -> TpfuseError | None:

@@ -1,4 +1,4 @@
-"""The console script ``tpfuse``: ``tpfuse demo ...`` is ``torchrun --nproc-per-node 2 -m tpfuse.demo ...`` in one word."""
+"""The console script ``tpfuse``: ``tpfuse demo ...`` stands for ``torchrun --nproc-per-node 2 -m tpfuse.demo ...``."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,6 +41,8 @@ TUNED_FUSION: Mapping[str, str] = {
 #: Environment variable that turns everything off, on every rank that has it.
 DISABLE_VARIABLE = "TPFUSE_DISABLE"
 
+#: "key=value" at the start of a text, and what separates several of them (a value may hold commas of its own).
+_SETTING, _SEPARATOR = re.compile(r"\s*\w+\s*=(?!=)"), re.compile(r"[,\s]+(?=\w+=)")
 _TRUE, _FALSE, _NONE = ("1", "true", "on", "yes"), ("0", "false", "off", "no"), ("none", "null", "auto", "")
 
 
@@ -108,15 +111,12 @@ class FusionConfig:
         set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen: normalise once, here)
         set_("optimization_level", _level(self.optimization_level))
         for name in FUSION_LEVELS:
-            _require(name, getattr(self, name), lambda v: v is None or isinstance(v, bool), "True, False or None")
-        for name in ("sp_min_token_num", "fi_allreduce_fusion_max_size_mb", "rope_kvcache_fusion_max_token_num"):
-            value, optional = getattr(self, name), name != "rope_kvcache_fusion_max_token_num"
-            kinds = (int, float) if name.endswith("_mb") else (int,)
-            if value is None and optional:
-                continue
-            _require(name, value, lambda v, k=kinds: isinstance(v, k) and not isinstance(v, bool), "a number")
-            _require(name, value, lambda v: v >= 0, "at least 0 (nearest valid: 0)")
-        _require("token_count_from", self.token_count_from, lambda v: v is None or (isinstance(v, str) and v), "a name")
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "True, False or None", _nearest_switch(getattr(self, name)))
+        for name in TUNED_FUSION:
+            _check_number(name, getattr(self, name), default=_default(name), fraction=name.endswith("_mb"))
+        if self.token_count_from is not None and not (isinstance(self.token_count_from, str) and self.token_count_from):
+            raise _bad("token_count_from", self.token_count_from, "the name of an argument, or None", None)
         set_("token_boundaries", _boundaries(self.token_boundaries))
 
     # -- where a configuration comes from ---------------------------------------------------------------------------
@@ -133,8 +133,8 @@ class FusionConfig:
             return source
         if isinstance(source, Mapping):
             return cls.from_dict(source)
-        if isinstance(source, str) and "=" in source:
-            return cls.from_strings(source.replace(",", " ").split())
+        if isinstance(source, str) and _SETTING.match(source) and not os.path.exists(source):
+            return cls.from_strings(_SEPARATOR.split(source))
         if isinstance(source, (str, os.PathLike)):
             return cls.from_json(source)
         if isinstance(source, Iterable):
@@ -218,39 +218,59 @@ def _reject_unknown(fields: Iterable[str]) -> None:
     known = [field.name for field in dataclasses.fields(FusionConfig)]
     for name in fields:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
             raise ConfigError(f"unknown field {name!r}; the nearest valid one is {near!r}")
 
 
-def _require(name: str, value: Any, ok: Any, what: str) -> None:
-    if not ok(value):
-        raise ConfigError(f"{name} must be {what}, got {value!r}")
+def _default(name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(FusionConfig) if field.name == name)
+
+
+def _bad(name: str, value: Any, what: str, nearest: Any) -> ConfigError:
+    return ConfigError(f"{name} must be {what}, got {value!r}; the nearest valid one is {nearest!r}")
+
+
+def _nearest_switch(value: Any) -> bool | None:
+    word = str(value).strip().lower()
+    if isinstance(value, (int, float)):
+        return bool(value)
+    found = difflib.get_close_matches(word, _TRUE + _FALSE + _NONE, n=1, cutoff=0.0)[0]
+    return None if found in _NONE else found in _TRUE
+
+
+def _check_number(name: str, value: Any, default: Any, fraction: bool) -> None:
+    """A whole number (or, for sizes, any number) of at least zero; None where that is the default."""
+    if value is None and default is None:
+        return
+    kinds = (int, float) if fraction else (int,)
+    if isinstance(value, kinds) and not isinstance(value, bool) and value >= 0:
+        return
+    try:
+        nearest = max(0, float(value) if fraction else round(float(value)))
+    except (TypeError, ValueError, OverflowError):
+        nearest = default
+    raise _bad(name, value, "a number of at least 0" if fraction else "a whole number of at least 0", nearest)
 
 
 def _level(value: Any) -> int:
     number = value
     if isinstance(value, str):
         digits = value.strip().upper().removeprefix("O")
-        number = int(digits) if digits.isdigit() else None
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise ConfigError(f"optimization_level must be 0 to 3 (or 'O0' to 'O3'), got {value!r}; the nearest valid one is 2")
-    if not 0 <= number <= 3:
-        raise ConfigError(
-            f"optimization_level must be 0 to 3, got {value!r}; the nearest valid one is {min(max(number, 0), 3)}"
-        )
-    return number
+        number = int(digits) if digits.lstrip("-").isdigit() else None
+    if isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= 3:
+        return number
+    try:
+        nearest = min(max(round(float(number)), 0), 3)
+    except (TypeError, ValueError, OverflowError):
+        nearest = 2
+    raise _bad("optimization_level", value, "0 to 3 (or 'O0' to 'O3')", nearest)
 
 
 def _boundaries(value: Any) -> tuple[int, ...]:
-    try:
-        numbers = tuple(value)
-    except TypeError:
-        numbers = (None,)
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers):
-        raise ConfigError(f"token_boundaries must be positive integers, got {value!r}")
-    ordered = tuple(sorted(set(numbers)))
-    if ordered != numbers:
-        raise ConfigError(f"token_boundaries must ascend, got {value!r}; the nearest valid one is {ordered!r}")
+    numbers = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    good = tuple(sorted({n for n in numbers if isinstance(n, int) and not isinstance(n, bool) and n >= 1}))
+    if not isinstance(value, (tuple, list)) or good != numbers:
+        raise _bad("token_boundaries", value, "ascending positive whole numbers", good)
     return numbers
 
 

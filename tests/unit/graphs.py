@@ -28,7 +28,7 @@ from tpfuse.testing import fake_world, interpret_graphs
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
-# -- the world ------------------------------------------------------------------------------------------------------------
+# -- the world ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def all_reduce_in_place(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# -- compiling ------------------------------------------------------------------------------------------------------------
+# -- compiling ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -101,6 +101,12 @@ class Run:
     def calls(self, target: Callable) -> list[torch.fx.Node]:
         """Every call of an operation in all graphs."""
         return [n for g in self.graphs for n in g.graph.nodes if n.op == "call_function" and n.target is target]
+
+    @property
+    def fused_arguments(self) -> dict[str, Any]:
+        """Arguments of the one fused call, by the operation's own names."""
+        (node,) = self.calls(FUSED)
+        return dict(zip([argument.name for argument in FUSED._schema.arguments], node.args, strict=False))
 
     @property
     def skipped(self) -> list[str]:
@@ -184,7 +190,7 @@ def check(
     expected = function(*inputs)
     run = compile_with_tpfuse(function, *inputs, config=config, dynamic=dynamic)
     count = run.report.count
-    found = tuple(count("fuse_allreduce_rms", o) for o in ("fused", "merged")) + (len(run.skipped),)
+    found = (count("fuse_allreduce_rms"), count("fuse_allreduce_rms", "merged"), len(run.skipped))
     assert found == (fused, merged, skipped), f"(fused, merged, skipped) = {found}\n{run.report}\n{run.graph.code}"
     assert len(run.calls(FUSED)) == fused
     assert len(run.calls(ALL_REDUCE)) == skipped
@@ -207,7 +213,7 @@ def assert_same(found: Any, expected: Any, exact: bool = True) -> None:
             torch.testing.assert_close(a, b, rtol=bound, atol=bound)
 
 
-# -- values ---------------------------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 def values(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:

@@ -18,6 +18,7 @@ from tpfuse.graph.context import Context
 from tpfuse.graph.nodes import (
     ADD,
     ALL_REDUCE,
+    CONVERT,
     COPIES,
     MUL,
     VIEWS,
@@ -26,13 +27,14 @@ from tpfuse.graph.nodes import (
     aten,
     dtype,
     emit,
+    erase_cone,
     erase_unused,
     is_before,
     is_call,
     is_contiguous,
     is_node,
+    is_tensor,
     latest,
-    same_numel,
     same_shape,
     unused_cone,
     value,
@@ -45,35 +47,36 @@ FUSION = "fuse_allreduce_rms"
 
 
 def run(graph: Graph, context: Context) -> None:
-    reasons: dict[Node, str] = {}
-    for norm in list(graph.nodes):
+    reduces: dict[Node, str] = {}  # all-reduces that stay -> why
+    norms: dict[Node, str] = {}
+    for norm in list(graph.nodes) if context.fusions[FUSION].on else ():
         if not is_call(norm, rms_norm.OP):
             continue
         chain = chains.trace(norm.args[0])
-        if chain is None:
-            context.decide("skipped", norm, op="rms_norm", reason="no all-reduce reaches this norm")
-            continue
-        reason = _obstacle(norm, chain, context)
+        reason = "no all-reduce reaches this norm" if chain is None else _obstacle(norm, chain)
         if reason:
-            reasons.setdefault(chain.all_reduce, reason)
+            norms[norm] = reason
+            if chain is not None:
+                reduces.setdefault(chain.all_reduce, reason)
             continue
-        group = str(chain.all_reduce.args[2])
+        assert chain is not None
         kernel = kernels.name_for(NAME, value(norm).device.type) or ""
-        context.decide("fused", chain.all_reduce, group=group, kernel=kernel)
+        context.decide("fused", chain.all_reduce, group=str(chain.all_reduce.args[2]), kernel=kernel)
         context.rewrites += 1
         _rewrite(graph, norm, chain)
-    for node in graph.nodes:
-        if is_call(node, ALL_REDUCE):
-            reason = reasons.get(node) or _why_not(node, context)
-            context.decide("skipped", node, reason=reason, group=str(node.args[2]))
+    for node in [node for node in graph.nodes if is_call(node, ALL_REDUCE)]:
+        reason, norm = (reduces[node], None) if node in reduces else _why_not(node, context)
+        if norm is not None:
+            norms[norm] = reason
+        context.decide("skipped", node, reason=reason, group=str(node.args[2]))
+    for norm, reason in norms.items():
+        context.decide("skipped", norm, op="rms_norm", reason=reason)
 
 
-def _obstacle(norm: Node, chain: Chain, context: Context) -> str:
+def _obstacle(norm: Node, chain: Chain) -> str:
     """Why this chain must not be fused; empty if it may."""
     reduce, total = chain.all_reduce, chain.total
     device = value(norm).device.type
-    if not context.fusions[FUSION].on:
-        return f"off: {context.fusions[FUSION].reason}"
     general = _unfit_all_reduce(reduce)
     if general:
         return general
@@ -124,6 +127,7 @@ def _rewrite(graph: Graph, norm: Node, chain: Chain) -> None:
     _, weight, eps, offset, normed_dtype, out_dtype = norm.args
     number, tensor = (chain.scale, None) if isinstance(chain.scale, float) else (None, chain.scale)
     total, reduce = chain.total, chain.all_reduce
+    erase_cone(graph, norm.meta[ORIGINAL])
     source, last_input = reduce.args[0], latest(_inputs(norm, chain))
     # In the total's own place, unless an input (a computed weight) only comes after it.
     with graph.inserting_before(total if is_before(last_input, total) else last_input.next):
@@ -146,23 +150,42 @@ def _rewrite(graph: Graph, norm: Node, chain: Chain) -> None:
         graph.erase_node(link)
 
 
-def _why_not(reduce: Node, context: Context) -> str:
-    """Why no norm was even tried: what comes after the all-reduce instead."""
+def _why_not(reduce: Node, context: Context) -> tuple[str, Node | None]:
+    """Why an all-reduce that no fusible chain starts from is left, and the RMSNorm that it nearly reached."""
+    if not context.fusions[FUSION].on:
+        return f"off: {context.fusions[FUSION].reason}", None
     general = _unfit_all_reduce(reduce)
     if general:
-        return general
-    pending, seen = [reduce], set()
-    while pending:
-        node = pending.pop(0)
+        return general, None
+    paths: list[tuple[Node, ...]] = [(reduce,)]
+    seen = {reduce}
+    for path in paths:  # grows as it goes: breadth first
+        node = path[-1]
         if node in context.look_alikes:
             name, reason = context.look_alikes[node]
-            return f"reaches a {name} that is not fused: {reason}"
+            return f"reaches a {name} that is not fused: {reason}", None
         for user in node.users:
-            passes_on = is_call(user, WAIT, ADD, MUL, *VIEWS, *COPIES)
-            if passes_on and user not in seen and same_numel(user, reduce):
+            if is_call(user, rms_norm.OP):
+                return _blocker(path), user
+            if user not in seen and is_call(user, WAIT, ADD, MUL, CONVERT, *VIEWS, *COPIES):
                 seen.add(user)
-                pending.append(user)
-    last = next((u for n in reversed([reduce, *seen]) for u in n.users if u not in seen), None)
-    if last is None or last.op == "output":
-        return "no norm follows: it is an output of the graph"
-    return f"no norm follows: it goes to {getattr(last.target, '__name__', last.target)}"
+                paths.append((*path, user))
+    after = [user for path in paths for user in path[-1].users if user not in seen]
+    names = list(dict.fromkeys(getattr(user.target, "__name__", user.target) for user in after if user.op != "output"))
+    target = f"goes to {', '.join(map(str, names[:3]))}" if names else "is an output of the graph"
+    return f"no norm follows: it {target}", None
+
+
+def _blocker(path: tuple[Node, ...]) -> str:
+    """What on the way from an all-reduce to an RMSNorm no chain allows for."""
+    reduce = path[0]
+    for node in path[1:]:
+        if is_call(node, ADD) and (node.kwargs or len(node.args) != 2):
+            return "the residual is added with a factor"
+        if is_call(node, CONVERT) or dtype(node) is not dtype(reduce):
+            return f"the value is {dtype(node)} when it reaches the norm, {dtype(reduce)} when it is reduced"
+        if is_call(node, ADD, MUL) and any(is_tensor(a) and not same_shape(a, node) for a in node.args):
+            return "it is broadcast, or what is added to it is"
+        if any(is_call(node, kind) and node.args[0] is node.args[1] for kind in (ADD, MUL)):
+            return "it is combined with itself"
+    return "between it and the norm stand more operations than bias, scale, view and residual add"

@@ -8,6 +8,7 @@ AOTAutograd's own cache, which would skip the inner compile altogether, is off f
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from tpfuse.comm import agreement, groups
 from tpfuse.config import DISABLE_VARIABLE, FusionConfig, Resolved, is_disabled
 from tpfuse.graph import pipeline
+from tpfuse.graph.context import Context
+from tpfuse.graph.places import Places
 from tpfuse.report import Recorder
 from tpfuse.version import __version__
 
@@ -26,6 +29,7 @@ class TpfuseBackend:
     fusions   what is on and off
     recorder  where decisions go
     variant   name of the row-count range that this instance compiles for
+    model     the model that the graphs are of, for places in it to be told; None: as the graphs tell them
     agree     called with the name of each process group in a graph before the graph is rewritten
     mode, options, dynamic  as for torch.compile's "inductor" backend
     """
@@ -39,12 +43,14 @@ class TpfuseBackend:
         recorder: Recorder,
         *,
         variant: str = "all",
+        model: torch.nn.Module | None = None,
         agree: Callable[[str], None] | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
         dynamic: bool | None = None,
     ) -> None:
         self.fusions, self.recorder, self.variant, self.agree = fusions, recorder, variant, agree
+        self.places = Places(model)
         self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -67,8 +73,11 @@ class TpfuseBackend:
         if self.agree is not None:
             for name in pipeline.group_names(module.graph):
                 self.agree(name)
-        training = not kwargs.get("is_inference", False)
-        pipeline.run(module, self.fusions, self.recorder, self.variant, training)
+        start = time.perf_counter()
+        context = Context(self.fusions, self.recorder, self.variant, self.places)
+        pipeline.run(module, context, training=not kwargs.get("is_inference", False))
+        self.recorder.graphs += 1
+        self.recorder.pass_seconds += time.perf_counter() - start
         return (type(self).codegen or compile_fx_inner)(module, example_inputs, **kwargs)
 
     def get_compiler_config(self) -> dict[str, Any]:

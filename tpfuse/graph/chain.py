@@ -61,7 +61,7 @@ def trace(norm_input: Node) -> Chain | None:
     if direct is not None:
         found.append(direct)
     for branch, other in (operands, operands[::-1]) if (operands := plain_binary(node, ADD)) else ():
-        if not (is_tensor(branch) and is_tensor(other)) or is_vector(other, value(node).shape[-1]):
+        if branch is other or not (is_tensor(branch) and is_tensor(other)) or is_vector(other, value(node).shape[-1]):
             continue
         chain = _trace_sum(branch)
         if chain is not None and same_shape(branch, other) and dtype(branch) is dtype(other) is dtype(node):
@@ -83,6 +83,8 @@ def _trace_sum(node: Node) -> Chain | None:
     while True:
         if is_call(node, WAIT) and is_call(node.args[0], ALL_REDUCE):
             links.append(node)
+            if bias is not None and not is_vector(bias, value(total).shape[-1]):
+                return None  # a view between them split what the bias belongs to
             return Chain(node.args[0], total, tuple(links), None, bias, scale, view, None, _shared(tuple(links)))
         step: tuple[Node, Any] | None = None
         if is_call(node, *VIEWS):

@@ -18,5 +18,3 @@ def run(graph: Graph, context: Context) -> None:
         if is_call(node, rms_norm.OP):
             node.replace_all_uses_with(node.meta[ORIGINAL])
             graph.erase_node(node)
-    if context.rewrites:
-        graph.eliminate_dead_code()  # the originals of fused norms

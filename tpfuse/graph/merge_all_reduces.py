@@ -6,7 +6,7 @@ the results have no other use. The sum is re-associated: results differ by round
 
 from __future__ import annotations
 
-import dataclasses
+from functools import reduce as fold
 
 from torch.fx import Graph
 
@@ -21,125 +21,108 @@ from tpfuse.graph.nodes import (
     dtype,
     emit,
     erase_unused,
-    is_before,
     is_call,
-    is_node,
+    is_tensor,
     peel_copies,
     plain_binary,
     same_shape,
     sole_user,
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class _Term:
-    """One all-reduce among the terms of a sum."""
-
-    node: Node  # as the sum sees it: the wait, or a view of it
-    add: Node  # the addition it is an operand of
-    all_reduce: Node
+#: Merging prepares this fusion and goes by its switch.
+FUSION = "fuse_allreduce_rms"
 
 
 def run(graph: Graph, context: Context) -> None:
+    if not context.fusions[FUSION].on:
+        return
     for root in list(graph.nodes):
-        if plain_binary(root, ADD) and not _is_inner(root):
-            _merge_terms(graph, context, _terms(root))
+        if plain_binary(root, ADD) and is_tensor(root) and not _is_inner(root):
+            _merge(graph, context, root)
 
 
 def _is_inner(node: Node) -> bool:
-    """Whether the addition is itself a term of a larger sum that nothing else looks at."""
-    user = sole_user(node)
-    return user is not None and plain_binary(user, ADD) is not None and same_shape(node, user)
+    """Whether the addition is only a part of a larger sum of the same kind."""
+    user: Node = sole_user(node)
+    return plain_binary(user, ADD) is not None and user.args[0] is not user.args[1] and _same_kind(node, user)
 
 
-def _terms(root: Node) -> list[_Term]:
-    """All-reduces that the sum adds up, in graph order."""
-    found: list[_Term] = []
-    pending = [root]
-    while pending:
-        add = pending.pop()
-        for operand in plain_binary(add, ADD) or ():
-            if not is_node(operand) or not same_shape(operand, root) or dtype(operand) is not dtype(root):
-                continue
-            if plain_binary(operand, ADD) and len(operand.users) == 1:
-                pending.append(operand)
-            elif (reduce := _all_reduce_of(operand)) is not None:
-                found.append(_Term(operand, add, reduce))
-    return sorted(found, key=lambda term: term.all_reduce._sort_key)
+def _same_kind(a: Node, b: Node) -> bool:
+    return same_shape(a, b) and dtype(a) is dtype(b)
+
+
+def _merge(graph: Graph, context: Context, root: Node) -> None:
+    """Write one sum anew, if there is something to merge in it."""
+    terms, inner = _flatten(root)
+    by_group: dict[object, list[Node]] = {}
+    for term in terms:
+        found = _all_reduce_of(term) if terms.count(term) == 1 and _same_kind(term, root) else None
+        if found is not None:
+            by_group.setdefault(found.args[2], []).append(term)
+    merging = {group: same for group, same in by_group.items() if len(same) > 1}
+    if not merging:
+        return
+    context.rewrites += 1
+    taken = {term for same in merging.values() for term in same}
+    others = [term for term in terms if term not in taken]
+    with graph.inserting_before(root):
+        total = fold(lambda a, b: emit(graph, ADD, (a, b), like=root), [_one(graph, context, s) for s in merging.values()])
+        for term in sorted(others, key=lambda t: is_tensor(t) and same_shape(t, root)):  # biases first, then the residual
+            total = emit(graph, ADD, (total, term), like=root)
+    root.replace_all_uses_with(total)
+    for node in (root, *inner):
+        graph.erase_node(node)
+    for term in taken:
+        erase_unused(graph, term)
+
+
+def _flatten(root: Node) -> tuple[list[Node], list[Node]]:
+    """(terms of the sum from left to right, its inner additions from the outermost inwards)."""
+    terms: list[Node] = []
+    inner: list[Node] = []
+    for operand in plain_binary(root, ADD) or ():
+        if plain_binary(operand, ADD) and is_tensor(operand) and _is_inner(operand):
+            deeper = _flatten(operand)
+            terms += deeper[0]
+            inner += [operand, *deeper[1]]
+        else:
+            terms.append(operand)
+    return terms, inner
+
+
+def _one(graph: Graph, context: Context, terms: list[Node]) -> Node:
+    """The all-reduce of the sum of what these terms reduce."""
+    ordered = sorted(terms, key=lambda term: term._sort_key)
+    last: Node = _all_reduce_of(ordered[-1])
+    for term in ordered[:-1]:
+        node: Node = _all_reduce_of(term)
+        reason = f"summed before the all-reduce of {last.meta[WHERE][0]}"
+        context.decide("merged", node, reason=reason, group=str(node.args[2]))
+    parts = [_unreduced(graph, term) for term in ordered]
+    total = fold(lambda a, b: emit(graph, ADD, (a, b), like=last), parts)
+    return emit(graph, WAIT, (emit(graph, ALL_REDUCE, (total, "sum", last.args[2]), like=last),), like=last)
 
 
 def _all_reduce_of(node: Node) -> Node | None:
     """The all-reduce behind a term, if nothing but this sum uses its result."""
     while len(node.users) == 1:
         if is_call(node, WAIT):
-            reduce = node.args[0]
-            usable = is_call(reduce, ALL_REDUCE) and len(reduce.users) == 1 and reduce.args[1] == "sum"
-            return reduce if usable else None
+            found = node.args[0]
+            usable = is_call(found, ALL_REDUCE) and len(found.users) == 1 and found.args[1] == "sum"
+            return found if usable and isinstance(found.args[2], str) else None
         if not is_call(node, *VIEWS) and peel_copies(node) is node:
             return None
         node = node.args[0]
     return None
 
 
-def _merge_terms(graph: Graph, context: Context, terms: list[_Term]) -> None:
-    by_group: dict[object, list[_Term]] = {}
-    for term in terms:
-        by_group.setdefault(term.all_reduce.args[2], []).append(term)
-    for same_group in by_group.values():
-        last = same_group[-1]
-        for term in reversed(same_group[:-1]):
-            merged = _merge(graph, term, last)
-            if merged is None:
-                continue
-            context.rewrites += 1
-            into = last.all_reduce.meta.get(WHERE, "")
-            context.decide(
-                "merged",
-                term.all_reduce,
-                reason=f"summed before the all-reduce of {into}",
-                group=str(term.all_reduce.args[2]),
-            )
-            erase_unused(graph, term.node)
-            erase_unused(graph, last.node)
-            last = merged
-
-
-def _merge(graph: Graph, term: _Term, last: _Term) -> _Term | None:
-    """Replace both terms by one; None if the sum cannot do without the first one's addition."""
-    keep, drop = (last, term) if _rest(term) is not None else (term, last)
-    rest = _rest(drop)
-    if rest is None or not all(is_before(t.node, keep.add) for t in (term, last)):
-        return None
-    with graph.inserting_before(keep.add):
-        a, b = (_as_term(graph, t) for t in (term, last))
-        total = emit(graph, ADD, (a, b), like=last.all_reduce)
-        reduce = emit(graph, ALL_REDUCE, (total, "sum", last.all_reduce.args[2]), like=last.all_reduce)
-        wait = emit(graph, WAIT, (reduce,), like=last.all_reduce)
-    if keep.add is drop.add:  # all_reduce(a) + all_reduce(b) and nothing else
-        keep.add.replace_all_uses_with(wait)
-        graph.erase_node(keep.add)
-        user = sole_user(wait)
-        return _Term(wait, user if user is not None else wait, reduce)
-    drop.add.replace_all_uses_with(rest)
-    graph.erase_node(drop.add)
-    keep.add.replace_input_with(keep.node, wait)
-    return _Term(wait, keep.add, reduce)
-
-
-def _rest(term: _Term) -> Node | None:
-    """The other operand of the term's addition, if the sum can go on with it alone."""
-    a, b = plain_binary(term.add, ADD) or (None, None)
-    rest = b if a is term.node else a
-    ok = is_node(rest) and same_shape(rest, term.add) and dtype(rest) is dtype(term.add)
-    return rest if ok else None
-
-
-def _as_term(graph: Graph, term: _Term) -> Node:
-    """The all-reduce's input in the shape that the sum has."""
-    source = term.all_reduce.args[0]
-    if same_shape(source, term.node):
+def _unreduced(graph: Graph, term: Node) -> Node:
+    """The all-reduce's input, in the shape that the sum has."""
+    found: Node = _all_reduce_of(term)
+    source = found.args[0]
+    if same_shape(source, term):
         return source
-    view = term.node
+    view = term
     while not is_call(view, *VIEWS):
         view = view.args[0]
-    return emit(graph, aten.reshape.default, (source, view.args[1]), like=term.all_reduce)
+    return emit(graph, aten.reshape.default, (source, view.args[1]), like=found)

@@ -20,6 +20,12 @@ Node: TypeAlias = Any
 aten, prims, collectives = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 
 ALL_REDUCE = collectives.all_reduce.default
+#: Other spellings, which are listed and left.
+OTHER_ALL_REDUCES = {
+    collectives.all_reduce_.default: "it reduces in place, in a form that tpfuse does not rewrite",
+    collectives.all_reduce_coalesced.default: "it reduces several tensors in one call",
+    collectives.all_reduce_coalesced_.default: "it reduces several tensors in one call",
+}
 WAIT = collectives.wait_tensor.default
 CONVERT = prims.convert_element_type.default
 ADD, MUL = aten.add.Tensor, aten.mul.Tensor
@@ -64,10 +70,6 @@ def same_shape(a: Node, b: Node) -> bool:
     return is_tensor(a) and is_tensor(b) and same_sizes(value(a).shape, value(b).shape)
 
 
-def same_numel(a: Node, b: Node) -> bool:
-    return is_tensor(a) and is_tensor(b) and statically_known_true(value(a).numel() == value(b).numel())
-
-
 def is_vector(node: Any, size: Any) -> bool:
     """Whether the node is a tensor of shape [size]."""
     return is_tensor(node) and same_sizes(value(node).shape, [size])
@@ -77,6 +79,8 @@ def is_contiguous(node: Node) -> bool:
     """Row-major and dense, for every value of the symbols; dimensions of one element may have any stride."""
     expected: Any = 1
     tensor = value(node)
+    if any(statically_known_true(size == 0) for size in tensor.shape):
+        return True
     for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
         if not statically_known_true(size == 1) and not statically_known_true(stride == expected):
             return False
@@ -125,6 +129,12 @@ def unused_cone(node: Node) -> set[Node]:
                 cone.add(source)
                 pending.append(source)
     return cone
+
+
+def erase_cone(graph: Graph, node: Node) -> None:
+    """Erase the node and all that only it needs."""
+    for gone in sorted(unused_cone(node), key=lambda n: n._sort_key, reverse=True):
+        graph.erase_node(gone)
 
 
 def erase_unused(graph: Graph, node: Node) -> None:

@@ -8,20 +8,18 @@ lower   last: what nobody took becomes what it was
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule
 
 from tpfuse.config import FUSION_LEVELS
 from tpfuse.graph import all_reduce_rms_norm, lower, merge_all_reduces, raise_
 from tpfuse.graph.context import Context
-from tpfuse.graph.nodes import ALL_REDUCE, is_call
-from tpfuse.report import Recorder
+from tpfuse.graph.nodes import ALL_REDUCE, OTHER_ALL_REDUCES, is_call
 
 PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
-    raise_.run,
     merge_all_reduces.run,
+    raise_.run,
     all_reduce_rms_norm.run,
     lower.run,
 )
@@ -42,21 +40,18 @@ def group_names(graph: Graph) -> list[str]:
     return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
-def run(module: GraphModule, fusions: Mapping, recorder: Recorder, variant: str, training: bool) -> None:
+def run(module: GraphModule, context: Context, training: bool) -> None:
     """Rewrite one graph in place and leave a decision for every all-reduce in it."""
-    start = time.perf_counter()
-    graph, context = module.graph, Context(fusions, recorder, variant)
+    graph = module.graph
     context.locate(graph)
-    if training:
-        for node in graph.nodes:
-            if is_call(node, ALL_REDUCE):
-                context.decide("skipped", node, reason="training graph: only inference is fused", group=str(node.args[2]))
-    else:
-        for step in PIPELINE:
-            step(graph, context)
-        if context.rewrites:
-            graph.lint()
-            module.recompile()
+    for node in graph.nodes:
+        if training and is_call(node, ALL_REDUCE):
+            context.decide("skipped", node, reason="training graph: only inference is fused", group=str(node.args[2]))
+        elif is_call(node, *OTHER_ALL_REDUCES):
+            context.decide("skipped", node, reason=OTHER_ALL_REDUCES[node.target], group=str(node.args[-1]))
+    for step in PIPELINE if not training else ():
+        step(graph, context)
+    if context.rewrites:
+        graph.lint()
+        module.recompile()
     context.publish()
-    recorder.graphs += 1
-    recorder.pass_seconds += time.perf_counter() - start

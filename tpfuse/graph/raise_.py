@@ -116,6 +116,8 @@ def _match(node: Node, under: Node, divides: bool) -> _Norm | LookAlike | None:
     if different:
         return LookAlike(x, "rms_norm", different)
     scaled = sole_user(node)
+    while 1 in (plain_binary(scaled, MUL) or ()):  # 1 / root, which becomes reciprocal * 1
+        node, scaled = scaled, sole_user(scaled)
     if scaled is None:
         return LookAlike(x, "rms_norm", "the inverse root has several users")
     operands = scaled.args[:1] if divides else (plain_binary(scaled, MUL) or ())

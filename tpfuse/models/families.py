@@ -1,7 +1,7 @@
 """Small models of the Hugging Face families that tpfuse is tested on, and how to shard any Hugging Face causal LM.
 
-Everything is made from a configuration and a seed: no checkpoint, no network, no ``accelerate``. Each family is kept small
-but whole: grouped-query heads, both kinds of layers where a family has two (dense and MoE, sliding and full attention).
+Everything is made from a configuration and a seed: no checkpoint, no network, no ``accelerate``. Each family is kept
+small but whole: grouped-query heads, both kinds of layers where a family has two (DeepSeek-V3: dense and MoE).
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def build_sharded(config_or_path: Any, mesh: DeviceMesh, dtype: torch.dtype, see
     """A causal LM in eval mode, sharded by its Hugging Face ``tp_plan`` over a one-dimensional mesh.
 
     Arguments as for ``build``. Every rank makes (or loads, into host memory) the whole model and keeps its own part.
-    Collective: every rank of the mesh calls it. Raises ValueError: the model has no tp_plan, or the folder is not there.
+    Collective: every rank of the mesh calls it.
+    Raises ValueError: the model has no tp_plan, or the folder is not there.
     """
     from_folder = isinstance(config_or_path, (str, os.PathLike))
     model = build(config_or_path, "cpu" if from_folder else mesh.device_type, dtype, seed)

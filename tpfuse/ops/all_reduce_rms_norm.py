@@ -35,7 +35,7 @@ def reference(
         reduced = torch.ops._c10d_functional.all_reduce(input.contiguous(), "sum", group)
         total = torch.ops._c10d_functional.wait_tensor(reduced)
     else:  # no tokens: the same on every rank, so there is nothing to exchange
-        total = input.clone()
+        total = input.clone(memory_format=torch.contiguous_format)
     if bias is not None:
         total = total + bias
     if scale is not None:
@@ -43,7 +43,7 @@ def reference(
     if scale_tensor is not None:
         total = total * scale_tensor
     if residual is not None:
-        total = residual + total
+        total = (residual + total).contiguous()
     return normalize(total, weight, eps, weight_offset, normed_dtype, out_dtype), total
 
 

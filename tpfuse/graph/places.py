@@ -1,0 +1,63 @@
+"""Where a node stands in the model: module paths, or file:line where there is no module.
+
+A graph that Dynamo compiled for the whole model has whole paths. One that it compiled for an inner call (behind a graph
+break) has paths from that call on, and the same code then serves every module of the kind: such a node stands in each of
+them.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from tpfuse.graph.nodes import Node
+
+#: Name under which the applied model is known to its own compiled entry (tpfuse/applied.py).
+ENTRY_VARIABLE = "model"
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_VARIABLE = re.compile(r"^\w+\[['\"](?P<name>\w+)['\"]\]")
+#: Frames that say nothing about the user's model.
+_LIBRARY_FRAMES = ("/torch/", "/transformers/distributed/", "/tpfuse/")
+
+
+class Places:
+    """Finds places in one model; without a model, paths stay as the graph has them."""
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._names: dict[str, list[str]] = {}  # class name -> paths of its instances
+        for name, module in model.named_modules() if model is not None else ():
+            self._names.setdefault(type(module).__name__, []).append(name)
+
+    def of(self, node: Node) -> tuple[str, ...]:
+        """Every place that the node stands in, at least one."""
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        if not stack:
+            return (_line(node) or node.name,)
+        source, cls = stack[-1]
+        path, kind = _module_path(source), _class_name(cls)
+        variable = _VARIABLE.match(source)
+        known = self._names.get(kind, [])
+        if path and (not known or (variable and variable["name"] == ENTRY_VARIABLE and path in known)):
+            return (path,)
+        ends = [name for name in known if name == path or name.endswith(f".{path}")] if path else []
+        return tuple(ends) or (path or _line(node) or kind,)
+
+
+def _module_path(source: str) -> str:
+    """``model.layers.0.mlp`` from Dynamo's "L['model'].model.layers[0].mlp": the first part is a local variable."""
+    tail = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", _VARIABLE.sub("", source))
+    return ".".join(part for part in tail.split(".") if part and part != "_modules")
+
+
+def _class_name(cls: object) -> str:
+    return cls.rpartition(".")[2] if isinstance(cls, str) else getattr(cls, "__name__", str(cls))
+
+
+def _line(node: Node) -> str:
+    """file:line of the innermost frame that belongs to the user."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    for frame in reversed(frames):
+        if not any(part in frame["file"].replace("\\", "/") for part in _LIBRARY_FRAMES):
+            return f"{frame['file'].rpartition('/')[2]}:{frame['line']}"
+    return ""
