@@ -140,7 +140,8 @@ def write_csv(rows: list[dict[str, Any]], compiler: str) -> None:
     with open(CSV_PATH, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, **fixed} for row in rows)
+        rounded = lambda value: f"{value:.2e}" if isinstance(value, float) else value  # noqa: E731
+        writer.writerows({key: rounded(value) for key, value in {**row, **fixed}.items()} for row in rows)
 
 
 def update_readme(table: str) -> bool:
@@ -162,6 +163,8 @@ def main() -> int:
     parser.add_argument("--inductor", action="store_true", help="compile with Inductor: about half a minute a family")
     parser.add_argument("--update-readme", action="store_true", help=f"write the table between {BEGIN} and {END}")
     args = parser.parse_args()
+    if args.families and args.update_readme:
+        parser.error("--update-readme needs all families")
     names = args.families or families.FAMILIES
     timeout_s = 60 + len(names) * (120 if args.inductor else 30)
     per_rank = spawn(measure, WORLD_SIZE, names, args.inductor, timeout_s=timeout_s)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
-import inspect
 import itertools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -107,7 +107,8 @@ class AppliedModel:
         if compiled is None:
             compiled = self._callables[key] = self._compile(tokens.variant_name(boundaries, index), compile_options)
         try:
-            result = compiled(*args, **kwargs)
+            with _room_for_graphs():
+                result = compiled(*args, **kwargs)
         except Exception as error:
             ours = _ours(error)
             if ours is None:
@@ -129,8 +130,6 @@ class AppliedModel:
             **{name: value for name, value in values.items() if name in for_backend},
         )
         rest = {name: value for name, value in values.items() if name not in ("mode", "options")}
-        if "recompile_limit" in inspect.signature(torch.compile).parameters:
-            rest.setdefault("recompile_limit", _RECOMPILE_LIMIT)
         return torch.compile(_entry(self.model), backend=backend, **rest)
 
     def _agree(self, group_name: str) -> None:
@@ -164,6 +163,18 @@ def _entry(model: torch.nn.Module) -> Callable:
     name = f"{type(model).__name__}_{next(_entries)}"
     code = forward.__code__.replace(co_name=name)
     return types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
+
+
+@contextlib.contextmanager
+def _room_for_graphs() -> Iterator[None]:
+    """Raise Dynamo's limit of graphs per function for the length of a call (set by hand: its own patch costs 25 us)."""
+    config: Any = torch._dynamo.config
+    before = config.recompile_limit
+    config.recompile_limit = max(before, _RECOMPILE_LIMIT)
+    try:
+        yield
+    finally:
+        config.recompile_limit = before
 
 
 def _ours(error: BaseException) -> TpfuseError | None:
