@@ -90,8 +90,14 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[dict[str, fl
                     for cache in caches:
                         bar.set_description(f"{compiler}, {cache}")
                         ranks = spawn(
-                            first_call, WORLD_SIZE, compiler, args.layers, args.hidden, args.device,
-                            backend="nccl" if args.device == "cuda" else "gloo", timeout_s=args.timeout_s,
+                            first_call,
+                            WORLD_SIZE,
+                            compiler,
+                            args.layers,
+                            args.hidden,
+                            args.device,
+                            backend="nccl" if args.device == "cuda" else "gloo",
+                            timeout_s=args.timeout_s,
                             env={"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"},
                         )
                         run = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
@@ -111,9 +117,14 @@ def summarize(found: dict[tuple[str, str], list[dict[str, float]]], args: argpar
     row: dict[str, Any] = {
         "device": args.device,
         "device_name": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
-        "world_size": WORLD_SIZE, "layers": args.layers, "hidden": args.hidden, "tokens": TOKENS,
-        "dtype": "bf16" if args.device == "cuda" else "fp32", "repeats": args.repeats,
-        "all_reduces": passes[0]["all_reduces"], "fused": passes[0]["fused"],
+        "world_size": WORLD_SIZE,
+        "layers": args.layers,
+        "hidden": args.hidden,
+        "tokens": TOKENS,
+        "dtype": "bf16" if args.device == "cuda" else "fp32",
+        "repeats": args.repeats,
+        "all_reduces": passes[0]["all_reduces"],
+        "fused": passes[0]["fused"],
         "pass_seconds": round(statistics.median(run["pass_seconds"] for run in passes), 3),
     }
     for cache in caches:

@@ -131,8 +131,15 @@ def write_csv(rows: list[dict[str, Any]], compiler: str) -> None:
     import transformers
 
     fixed = {
-        "compiler": compiler, "device": DEVICE, "world_size": WORLD_SIZE, "dtype": "fp32", "layers": LAYERS,
-        "batch": BATCH, "tokens": TOKENS, "torch": torch.__version__, "transformers": transformers.__version__,
+        "compiler": compiler,
+        "device": DEVICE,
+        "world_size": WORLD_SIZE,
+        "dtype": "fp32",
+        "layers": LAYERS,
+        "batch": BATCH,
+        "tokens": TOKENS,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "tpfuse": tpfuse.__version__,
     }
     CSV_PATH.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from tpfuse.models import families
 from tpfuse.testing import spawn
 
 WORLD_SIZE = 2
-CACHES = ("dynamic", "static")
+CACHES = ("static", "dynamic")
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 FIELDS = (
     "cache", "prompt_tokens", "new_tokens", "plain_tokens_per_s", "applied_tokens_per_s", "ratio", "same_tokens",
@@ -78,6 +78,8 @@ def run(rank: int, args: argparse.Namespace, device: str) -> list[dict]:
                     "tpfuse": tpfuse.__version__,
                 }
             )
+            if rank == 0:
+                print(" ".join(f"{name}={rows[-1][name]}" for name in FIELDS[:7]), flush=True)
     if rank == 0:
         print(tpfuse.explain(applied), flush=True)
     tpfuse.remove(applied)
@@ -90,9 +92,7 @@ def _prompt(length: int, vocab: int) -> torch.Tensor:
 
 def _generate(model, prompt: torch.Tensor, new_tokens: int, cache: str) -> torch.Tensor:
     kwargs = {"cache_implementation": "static"} if cache == "static" else {}
-    return model.generate(
-        prompt, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None, **kwargs
-    )
+    return model.generate(prompt, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None, **kwargs)
 
 
 def _timed(model, prompt: torch.Tensor, new_tokens: int, cache: str, device: str) -> float:
@@ -126,8 +126,6 @@ def main() -> None:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    for row in rows:
-        print(" ".join(f"{name}={row[name]}" for name in FIELDS[:7]))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ class AppliedModel:
         self._agreed = set(agreed)
         self._callables: dict[tuple[int, str], Callable] = {}
         self._checked_strictly = not request.strict
+        self._paused = False
         self._bypassed: list[torch.nn.Module] = []
 
     def install(self) -> None:
@@ -91,8 +92,17 @@ class AppliedModel:
         options = CompileOptions.of(merged)
         return lambda *args, **kwargs: self._call(options, args, kwargs)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls run the model as it is, in this block."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
     def _call(self, compile_options: CompileOptions, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():  # inside somebody else's torch.compile, which has its own backend
+        if self._paused or torch.compiler.is_compiling():  # the latter inside somebody else's torch.compile
             return self.model._call_impl(*args, **kwargs)
         if torch.is_grad_enabled():
             self.recorder.note("gradients are on: the model ran as it is, without torch.compile (only inference is fused)")

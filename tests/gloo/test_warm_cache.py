@@ -30,7 +30,7 @@ def _run(rank: int, folders: list[str], config: dict | None) -> dict[str, object
     report = tpfuse.explain(model)
     return {
         "error": error,
-        "report": [s for s in report.to_dict()["sites"]],
+        "report": report.to_dict()["sites"],
         "fused": report.count("fuse_allreduce_rms"),
         "hits": counters["inductor"]["fxgraph_cache_hit"],
         "misses": counters["inductor"]["fxgraph_cache_miss"],
@@ -79,7 +79,7 @@ def _custom_pass(rank: int, folder: str) -> tuple[int, int, float]:
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"  # a hit on the other rank's graph would not run the pass
     seen = []
 
     class Spy(CustomGraphPass):

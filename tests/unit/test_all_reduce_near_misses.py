@@ -291,6 +291,7 @@ def test_off_by_the_user():
 
 def test_training_graph_is_left_alone():
     """With gradients the joint graph goes through as it is, with a reason."""
+
     def function(x, r, w):
         y = all_reduce(x) + r
         return norms.llama(y, w, 1e-5).sum()

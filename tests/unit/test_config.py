@@ -16,8 +16,16 @@ from tpfuse.errors import ConfigError, TpfuseError
 from tpfuse.graph import pipeline
 
 FUSIONS = (
-    "fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms", "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant",
-    "fuse_rope_kvcache", "enable_qk_norm_rope_fusion", "fuse_act_padding", "fuse_mla_dual_rms_norm",
+    "fuse_allreduce_rms",
+    "enable_sp",
+    "fuse_gemm_comms",
+    "fuse_norm_quant",
+    "fuse_act_quant",
+    "fuse_attn_quant",
+    "fuse_rope_kvcache",
+    "enable_qk_norm_rope_fusion",
+    "fuse_act_padding",
+    "fuse_mla_dual_rms_norm",
 )
 ALL_CAN = dict[str, str]()
 
@@ -33,8 +41,11 @@ def test_fields_and_defaults():
     """Others script against these names."""
     fields = {f.name: f.default for f in dataclasses.fields(tpfuse.FusionConfig)}
     expected = {
-        "optimization_level": 2, **dict.fromkeys(FUSIONS), "sp_min_token_num": None,
-        "fi_allreduce_fusion_max_size_mb": None, "rope_kvcache_fusion_max_token_num": 256,
+        "optimization_level": 2,
+        **dict.fromkeys(FUSIONS),
+        "sp_min_token_num": None,
+        "fi_allreduce_fusion_max_size_mb": None,
+        "rope_kvcache_fusion_max_token_num": 256,
     }
     assert expected.items() <= fields.items()
     assert set(FUSION_LEVELS) == set(FUSIONS)
@@ -58,8 +69,9 @@ def test_equal_configurations_are_one():
     assert len({FusionConfig(), FusionConfig(optimization_level="2"), FusionConfig(token_boundaries=[])}) == 1
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))],
-                         ids=["copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["copy", "deepcopy", "pickle"]
+)
 def test_copies(again):
     config = FusionConfig(optimization_level=3, enable_sp=False, token_boundaries=(64, 256), sp_min_token_num=None)
     assert again(config) == config
@@ -216,7 +228,7 @@ def test_unknown_field_names_the_nearest(wrong, near):
     ids=str,
 )
 def test_bad_value_names_field_value_and_nearest(fields, near):
-    (name, value), = fields.items()
+    ((name, value),) = fields.items()
     with pytest.raises(ConfigError, match=f"nearest.*{near}") as caught:
         FusionConfig(**fields)
     assert name in str(caught.value) and repr(value) in str(caught.value)
@@ -283,8 +295,13 @@ def test_json_file_with_an_equals_sign_in_its_path(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("{", "not valid JSON"), ("[1]", "one JSON object"), ('{"enabel_sp": true}', "enable_sp"),
-     ('{"enable_sp": "on"}', "enable_sp"), ("\xff\xfe", "not valid JSON")],
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "one JSON object"),
+        ('{"enabel_sp": true}', "enable_sp"),
+        ('{"enable_sp": "on"}', "enable_sp"),
+        ("\xff\xfe", "not valid JSON"),
+    ],
 )
 def test_bad_json_file(tmp_path, text, what):
     path = tmp_path / "config.json"
@@ -316,8 +333,10 @@ def test_no_such_file(tmp_path):
         ("optimization_level=3 enable_sp=0", {"optimization_level": 3, "enable_sp": False}),
         ("optimization_level=3,enable_sp=0", {"optimization_level": 3, "enable_sp": False}),
         ("token_boundaries=64,256", {"token_boundaries": (64, 256)}),
-        ("optimization_level=1,token_boundaries=64,256,enable_sp=off",
-         {"optimization_level": 1, "token_boundaries": (64, 256), "enable_sp": False}),
+        (
+            "optimization_level=1,token_boundaries=64,256,enable_sp=off",
+            {"optimization_level": 1, "token_boundaries": (64, 256), "enable_sp": False},
+        ),
     ],
     ids=str,
 )

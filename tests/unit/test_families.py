@@ -85,7 +85,8 @@ def two_ranks():
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float32) for name in EXPECTED), ("gemma3", torch.bfloat16)],
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in EXPECTED), ("gemma3", torch.bfloat16)],
     ids=str,
 )
 def test_family(name, dtype):

@@ -83,7 +83,11 @@ def test_imports_go_one_way(path):
 def test_leaves():
     """errors imports nothing of ours, config only errors, report only config (and errors)."""
     allowed = {
-        "errors": set(), "version": set(), "tokens": {"errors"}, "config": {"errors"}, "report": {"config", "errors"},
+        "errors": set(),
+        "version": set(),
+        "tokens": {"errors"},
+        "config": {"errors"},
+        "report": {"config", "errors"},
         "environment": {"errors"},
     }
     for path in FILES:
@@ -119,7 +123,7 @@ def test_no_cycles():
     done, active = set(), []
 
     def visit(module):
-        assert module not in active, " -> ".join([*active[active.index(module):], module])
+        assert module not in active, " -> ".join([*active[active.index(module) :], module])
         if module in done or module not in graph:
             return
         active.append(module)
@@ -189,7 +193,10 @@ def imported():
     """What ``import tpfuse`` did, in a process of its own."""
     result = subprocess.run(
         [sys.executable, "-W", "error::FutureWarning", "-c", _PROBE],
-        capture_output=True, text=True, cwd=ROOT.parent, timeout=120,
+        capture_output=True,
+        text=True,
+        cwd=ROOT.parent,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])

@@ -329,8 +329,15 @@ def test_inner_sum_in_bf16_under_an_fp32_one():
     def function(r, a, b):
         return r + (all_reduce(a) + all_reduce(b))
 
-    check(function, R, whole(T, D, dtype=torch.bfloat16), whole(T, D, seed=1, dtype=torch.bfloat16),
-          fused=0, merged=1, skipped=1)
+    check(
+        function,
+        R,
+        whole(T, D, dtype=torch.bfloat16),
+        whole(T, D, seed=1, dtype=torch.bfloat16),
+        fused=0,
+        merged=1,
+        skipped=1,
+    )
 
 
 @pytest.mark.parametrize("config", [{"fuse_allreduce_rms": False}, {"optimization_level": 0}], ids=str)

@@ -93,8 +93,17 @@ def _layers(x, r, w):
 FUNCTIONS = {
     f.__name__.strip("_"): f
     for f in (
-        _plain, _fp32_weights, _views, _result_in_fp32, _in_place, _merged, _heads, _row_residual,
-        _transposed_residual, _transposed_input, _layers,
+        _plain,
+        _fp32_weights,
+        _views,
+        _result_in_fp32,
+        _in_place,
+        _merged,
+        _heads,
+        _row_residual,
+        _transposed_residual,
+        _transposed_input,
+        _layers,
     )
 }
 

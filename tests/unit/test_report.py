@@ -94,9 +94,11 @@ def test_json_round_trip():
     from tpfuse.config import Resolved
 
     again = Report(
-        sites=tuple(Site(**s) for s in data["sites"]), notes=tuple(data["notes"]),
+        sites=tuple(Site(**s) for s in data["sites"]),
+        notes=tuple(data["notes"]),
         fusions={name: Resolved(**f) for name, f in data["fusions"].items()},
-        graphs=data["graphs"], pass_seconds=data["pass_seconds"],
+        graphs=data["graphs"],
+        pass_seconds=data["pass_seconds"],
     )
     assert again == report and str(again) == str(report)
     assert set(data["sites"][0]) == {"fusion", "outcome", "reason", "where", "op", "group", "kernel", "variant"}
@@ -129,11 +131,20 @@ def test_table():
     assert set(lines[1]) == {"-", " "}
     rows = {line.split()[0]: line for line in lines[2:7]}
     assert set(rows) == {
-        "model.layers.*.self_attn.o_proj", "model.layers.*.mlp.shared", "model.layers.*.mlp", "model.embed_tokens",
+        "model.layers.*.self_attn.o_proj",
+        "model.layers.*.mlp.shared",
+        "model.layers.*.mlp",
+        "model.embed_tokens",
         "model.norm",
     }
     assert rows["model.layers.*.mlp"].split() == [
-        "model.layers.*.mlp", "all_reduce", "fused", "reference", "tp", "all", "12"
+        "model.layers.*.mlp",
+        "all_reduce",
+        "fused",
+        "reference",
+        "tp",
+        "all",
+        "12",
     ]
     assert "into model.layers.*.mlp" in rows["model.layers.*.mlp.shared"]
     assert "all-reduces: 24 fused, 12 merged, 1 left; 2 graph(s), 1.23 s" in text

@@ -146,7 +146,7 @@ LOOK_ALIKES = {
     "LayerNorm by hand": (_layer_norm_by_hand, "LayerNorm"),
     "LayerNorm by var": (_layer_norm_by_var, "LayerNorm"),
     "variance, not centred": (_uncentred_by_variance, "LayerNorm|variance"),
-    "eps added to the inverse root": (_epsilon_outside, "epsilon"),
+    "eps added to the inverse root": (_epsilon_outside, "epsilon|does not multiply"),
     "eps added to the root": (_epsilon_beside_the_root, None),
     "clamped, no eps": (_epsilon_as_maximum, None),
     "eps is a vector": (_epsilon_is_a_vector, None),

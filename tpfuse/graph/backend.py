@@ -9,6 +9,7 @@ AOTAutograd's own cache, which would skip the inner compile altogether, is off f
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -109,10 +110,11 @@ def tpfuse_backend(
 
 def _agree(group_name: str) -> None:
     """Once per group: every rank that compiles with this backend has the same version, on or off."""
-    if group_name not in _agreed:
-        _agreed.add(group_name)
+    group = groups.resolve(group_name)
+    if group not in _agreed:
+        _agreed.add(group)
         proposal = {"tpfuse": __version__, DISABLE_VARIABLE: str(is_disabled())}
-        agreement.agree(groups.resolve(group_name), 'torch.compile(backend="tpfuse")', proposal)
+        agreement.agree(group, 'torch.compile(backend="tpfuse")', proposal)
 
 
-_agreed: set[str] = set()
+_agreed: weakref.WeakSet[Any] = weakref.WeakSet()  # groups may end before the process does

@@ -203,7 +203,7 @@ def _split_epsilon(node: Node) -> tuple[Node, float | None]:
         for mean, eps in (node.args, node.args[::-1]):
             if is_node(mean) and number(eps) is not None:
                 return mean, number(eps)
-    return node, None
+    return node, 0.0 if is_call(node, aten.mean.dim) else None  # torch 2.14 drops "+ 0.0"
 
 
 def _squared(node: Node) -> Node | None:

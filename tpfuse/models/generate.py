@@ -1,7 +1,9 @@
-"""Hugging Face ``generate()``: it compiles the decode step by itself when the cache allows it; take that over.
+"""Hugging Face ``generate()``: where it would compile the model by itself, let it have the applied model instead.
 
 Left alone, ``generate`` would call ``torch.compile(model.__call__)`` with its own backend around an applied model and so
-lose every fusion. Instead ``model.get_compiled_call`` answers with the applied model in the mode that ``generate`` wanted.
+lose every fusion. It does so for the decode steps of a static cache, in CUDA graphs, and takes care that the cache's
+buffers keep their addresses: the prefill that allocates them runs eagerly. So it is here: a compiled prefill would put
+them elsewhere each time, and every ``generate`` would record its CUDA graphs anew.
 """
 
 from __future__ import annotations
@@ -12,37 +14,76 @@ from typing import Any
 
 import torch
 
-_NAME = "get_compiled_call"
 
-
-class CompiledCall:
-    """Stands in for ``model.get_compiled_call``.
+class _Method:
+    """Stands in for one method of a model.
 
     Holds the model as an attribute, so that a deep copy or a pickle of the model carries a stand-in for the copy; a copy
     is not applied, and then the stand-in does what the class would do.
     """
 
+    name: str
+
     def __init__(self, model: Any) -> None:
         self.model = model
 
+    @property
+    def applied(self) -> Any:
+        """The AppliedModel in front of the model, None if there is none."""
+        found = self.model._compiled_call_impl
+        return found if hasattr(found, "with_options") else None
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+
+
+class CompiledCall(_Method):
+    """``model.get_compiled_call``: the applied model, in the mode that ``generate`` wanted."""
+
+    name = "get_compiled_call"
+
     def __call__(self, compile_config: Any = None) -> Callable:
-        applied = self.model._compiled_call_impl
         config = compile_config or self.model._default_compile_config()
-        if not hasattr(applied, "with_options") or config.backend != "inductor":
-            return getattr(type(self.model), _NAME)(self.model, compile_config)
-        return applied.with_options(
+        if self.applied is None or config.backend != "inductor":
+            return self.original(compile_config)
+        return self.applied.with_options(
             mode=config.mode, options=config.options, dynamic=config.dynamic, fullgraph=config.fullgraph
         )
 
 
+class Prefill(_Method):
+    """``model._prefill``: as it is, eagerly, where it allocates the buffers that compiled decode steps will use."""
+
+    name = "_prefill"
+
+    def __call__(self, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        layers = getattr(model_kwargs.get("past_key_values"), "layers", ())
+        allocates = not all(getattr(layer, "is_initialized", True) for layer in layers)
+        if (
+            self.applied is not None
+            and allocates
+            and generation_config.prefill_chunk_size is None
+            and self.model._valid_auto_compile_criteria(model_kwargs, generation_config)
+        ):
+            with self.applied.paused():
+                return self.original(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        return self.original(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+
+_METHODS = (CompiledCall, Prefill)
+
+
 def take_over(model: torch.nn.Module) -> None:
     """Let ``generate`` use the applied model where it would have compiled."""
-    method = getattr(type(model), _NAME, None)
-    if inspect.isfunction(method) and hasattr(model, "_default_compile_config"):
-        model.get_compiled_call = CompiledCall(model)  # type: ignore[assignment]
+    if not hasattr(model, "_default_compile_config"):
+        return
+    for method in _METHODS:
+        if inspect.isfunction(getattr(type(model), method.name, None)):
+            setattr(model, method.name, method(model))
 
 
 def give_back(model: torch.nn.Module) -> None:
     """Undo ``take_over``."""
-    if isinstance(vars(model).get(_NAME), CompiledCall):
-        del model.get_compiled_call
+    for method in _METHODS:
+        if isinstance(vars(model).get(method.name), method):
+            delattr(model, method.name)
