@@ -19,7 +19,6 @@ from tpfuse.config import DISABLE_VARIABLE, FusionConfig, is_disabled
 from tpfuse.errors import ConfigError, NotAppliedError, TpfuseError
 from tpfuse.graph import pipeline
 from tpfuse.models.find_groups import find_groups
-from tpfuse.ops.all_reduce_rms_norm import NAME as ALL_REDUCE_RMS_NORM
 from tpfuse.report import Recorder, Report
 from tpfuse.version import __version__
 
@@ -56,6 +55,8 @@ def apply(
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
     found = find_groups(model) if group is None else [group]
     failure: TpfuseError | None = None
     request: Request | None = None
@@ -63,11 +64,14 @@ def apply(
         request = _request(model, config, strict, compile_options)
     except TpfuseError as error:
         failure = error
-    for each in found:
-        agreement.agree(each, "tpfuse.apply", dict(request.proposal) if request else {}, failure)
-    if request is None:
-        assert failure is not None
+    for each in found:  # all of them, also after a failure: the ranks of every group wait for this one's word
+        try:
+            agreement.agree(each, "tpfuse.apply", dict(request.proposal) if request else {}, failure)
+        except TpfuseError as error:
+            failure = failure or error
+    if failure is not None:
         raise failure
+    assert request is not None
     before = _applied(model)
     if before is not None:
         if before.request.proposal == request.proposal:
@@ -128,7 +132,7 @@ def _request(model: torch.nn.Module, config: Any, strict: bool, compile_options:
         DISABLE_VARIABLE: str(is_disabled()),
         "config": json.dumps(loaded.to_dict(), sort_keys=True),
         "strict": str(strict),
-        "compile options": options.key,
+        "compile options": options.told,
         "model": f"{type(model).__name__} {modules[:12]}",
     }
     return Request(loaded, fusions, strict, options, proposal)
@@ -141,8 +145,9 @@ def _check_kernels(config: FusionConfig, model: torch.nn.Module) -> None:
     """
     tensor = next(iter((*model.parameters(), *model.buffers())), None)
     device = tensor.device.type if tensor is not None else "cpu"
-    if config.fuse_allreduce_rms and kernels.name_for(ALL_REDUCE_RMS_NORM, device) is None:
-        raise ConfigError(f"fuse_allreduce_rms=True cannot be honoured: this version has no kernel for {device}")
+    for fusion, op in pipeline.OPS.items():
+        if getattr(config, fusion) and kernels.name_for(op, device) is None:
+            raise ConfigError(f"{fusion}=True cannot be honoured: this version has no kernel for {device}")
 
 
 def _note_groups(applied: AppliedModel, found: list[dist.ProcessGroup]) -> None:

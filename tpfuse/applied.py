@@ -28,14 +28,27 @@ _entries = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class CompileOptions:
-    """Arguments for torch.compile; the key tells two sets apart."""
+    """Arguments for torch.compile.
+
+    key   tells two sets apart within this process
+    told  the same in words that are alike on every rank: objects by their kind, not by their address
+    """
 
     values: Mapping[str, Any]
     key: str
+    told: str
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CompileOptions:
-        return cls(dict(values), repr(sorted(values.items())))
+        return cls(dict(values), repr(sorted(values.items())), repr(sorted((k, _told(v)) for k, v in values.items())))
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return sorted((str(name), _told(inner)) for name, inner in value.items())
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +76,7 @@ class AppliedModel:
         self._agreed = set(agreed)
         self._callables: dict[tuple[int, str], Callable] = {}
         self._checked_strictly = not request.strict
-        self._paused = False
+        self._paused = ""  # why calls run the model as it is
         self._bypassed: list[torch.nn.Module] = []
 
     def install(self) -> None:
@@ -93,20 +106,22 @@ class AppliedModel:
         return lambda *args, **kwargs: self._call(options, args, kwargs)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, why: str) -> Iterator[None]:
         """Calls run the model as it is, in this block."""
-        before, self._paused = self._paused, True
+        before, self._paused = self._paused, why
         try:
             yield
         finally:
             self._paused = before
 
     def _call(self, compile_options: CompileOptions, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self._paused or torch.compiler.is_compiling():  # the latter inside somebody else's torch.compile
-            return self.model._call_impl(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self.recorder.note("gradients are on: the model ran as it is, without torch.compile (only inference is fused)")
-            return self.model._call_impl(*args, **kwargs)
+        as_it_is = self.previous_call or self.model._call_impl
+        if torch.compiler.is_compiling():
+            return as_it_is(*args, **kwargs)  # inside somebody else's torch.compile
+        if self._paused or torch.is_grad_enabled():
+            why = self._paused or "gradients are on (only inference is fused)"
+            self.recorder.note(f"{why}: the model ran as it was before tpfuse.apply")
+            return as_it_is(*args, **kwargs)
         boundaries = self.request.config.token_boundaries
         index = 0
         if boundaries:
@@ -145,18 +160,17 @@ class AppliedModel:
     def _agree(self, group_name: str) -> None:
         """Compare the request with the other ranks of a group that only the graph made known."""
         if group_name not in self._agreed:
-            self._agreed.add(group_name)
             agreement.agree(groups.resolve(group_name), "tpfuse.apply", dict(self.request.proposal))
+            self._agreed.add(group_name)
 
     def _check_strictly(self) -> None:
-        self._checked_strictly = True
         report = self.report()
         asked = [name for name, r in self.request.fusions.items() if r.on and r.explicit]
         empty = [name for name in asked if not report.count(name)]
         if empty or (not asked and not any(report.count(name) for name in self.request.fusions)):
             names = ", ".join(empty) or "any fusion"
-            self._checked_strictly = False
             raise StrictError(f"strict: no site of this model was fused by {names}\n{report}")
+        self._checked_strictly = True
 
 
 def _entry(model: torch.nn.Module) -> Callable:

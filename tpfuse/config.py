@@ -101,7 +101,7 @@ class FusionConfig:
     token_count_from: str | None = None
     token_boundaries: tuple[int, ...] = ()
 
-    def __new__(cls, *args: Any, **fields: Any) -> FusionConfig:
+    def __new__(cls, /, *args: Any, **fields: Any) -> FusionConfig:
         if args:
             raise ConfigError("FusionConfig takes keyword arguments only, for example FusionConfig(optimization_level=1)")
         _reject_unknown(fields)
@@ -201,10 +201,9 @@ class FusionConfig:
                 resolved[name] = Resolved(False, False, f"optimization_level={self.optimization_level}")
             else:
                 resolved[name] = Resolved(True, bool(wanted))
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, fusion in TUNED_FUSION.items():
             missing = unavailable.get(name) or unavailable.get(fusion, "")
-            if getattr(self, name) != defaults[name] and missing:
+            if getattr(self, name) != _default(name) and missing:
                 raise ConfigError(f"{name}={getattr(self, name)} cannot be honoured: {missing}")
         return resolved
 
@@ -256,7 +255,7 @@ def _level(value: Any) -> int:
     number = value
     if isinstance(value, str):
         digits = value.strip().upper().removeprefix("O")
-        number = int(digits) if digits.lstrip("-").isdigit() else None
+        number = int(digits) if re.fullmatch(r"-?[0-9]+", digits) else None
     if isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= 3:
         return number
     try:
@@ -275,22 +274,21 @@ def _boundaries(value: Any) -> tuple[int, ...]:
 
 
 def _parse(name: str, text: str) -> Any:
-    """The value of one "key=value" string; the dataclass checks it afterwards."""
+    """The value of one "key=value" string; what does not convert stays a text, for the field's own check to refuse."""
     word = text.lower()
-    if name in FUSION_LEVELS:
-        if word in _NONE:
-            return None
-        if word in _TRUE + _FALSE:
-            return word in _TRUE
-        near = difflib.get_close_matches(word, _TRUE + _FALSE + _NONE, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"{name} must be true, false or none, got {text!r}; the nearest valid one is {near!r}")
-    if name in ("optimization_level", "token_count_from"):
-        return None if name == "token_count_from" and word in _NONE else text
-    try:
-        if name == "token_boundaries":
-            return tuple(int(part) for part in text.split(",") if part)
-        if word in _NONE:
-            return None
-        return float(text) if name.endswith("_mb") else int(text)
-    except ValueError:
-        raise ConfigError(f"{name} must be a number, got {text!r}") from None
+    if name in FUSION_LEVELS and word in _TRUE + _FALSE:
+        return word in _TRUE
+    if word in _NONE:
+        return () if name == "token_boundaries" else None
+    if name == "token_boundaries":
+        return tuple(_number(part) for part in text.split(",") if part)
+    return _number(text) if name in TUNED_FUSION else text
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

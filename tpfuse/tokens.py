@@ -20,8 +20,7 @@ def count_tokens(forward: Callable, args: Sequence[Any], kwargs: Mapping[str, An
     Raises ValueError: ``name`` was given and is no tensor argument of this call, or there is no tensor at all.
     """
     if name is not None:
-        given = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
-        given = {**given, **given.get("kwargs", {})}
+        given = {**inspect.signature(forward).bind_partial(*args, **kwargs).arguments, **kwargs}
         if not isinstance(given.get(name), torch.Tensor):
             raise ValueError(f"token_count_from={name!r}: this call has no tensor argument of that name")
         return _rows(given[name])

@@ -97,3 +97,30 @@ def test_a_rank_that_never_applies_ends_in_an_error_not_a_hang():
     (told, seconds), _ = spawn(_one_stays_away, 2, timeout_s=10, grace_s=30)
     assert "AgreementError: rank(s) [1]" in told and "did not call tpfuse.apply" in told
     assert seconds < 14
+
+
+def _two_groups(rank: int) -> tuple[str, float]:
+    """A model with two groups; only rank 0 asks for what cannot be."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    crossed = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = Stack(pairs[rank // 2])
+    model.tensor_expert_group = crossed[rank % 2]
+    start = time.monotonic()
+    return _told(tpfuse.apply, model, {"enable_sp": True} if rank == 0 else None), time.monotonic() - start
+
+
+def test_a_failure_reaches_the_ranks_of_every_group_at_once():
+    (first, _), *others = spawn(_two_groups, 4, timeout_s=60)
+    assert first.startswith("ConfigError: enable_sp=True cannot be honoured")
+    for told, seconds in others:
+        assert "AgreementError" in told and "enable_sp=True cannot be honoured" in told
+        assert seconds < 20
+
+
+def _same_words(rank: int) -> str:
+    """Objects in the options have another address on every rank, and mean the same."""
+    return _told(tpfuse.apply, Stack(dist.group.WORLD), options={"post_grad_custom_post_pass": _one_stays_away})
+
+
+def test_options_that_hold_objects():
+    assert spawn(_same_words, 2, timeout_s=60) == ["", ""]

@@ -214,3 +214,76 @@ def test_in_place_all_reduce_of_a_view():
     expected = function(*inputs)
     run = compile_with_tpfuse(function, *inputs)
     assert torch.equal(run.outputs[0], expected[0]) and torch.equal(run.outputs[1], expected[1])
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_squeezes_are_views(dynamic):
+    def function(x, r, w):
+        y = r + all_reduce(x).unsqueeze(0)
+        return norms.llama(y, w, 1e-5).squeeze(0), y
+
+    check(function, values(T, D), values(1, T, D, seed=1), values(D, seed=2), dynamic=dynamic)
+
+
+def test_several_views_on_the_way():
+    def function(x, r, w):
+        y = r + all_reduce(x.view(-1)).view(2, 3, D).unsqueeze(1)
+        return norms.llama(y.view(T, D), w, 1e-5).view(2, 3, D), y
+
+    check(function, values(T, D), values(2, 1, 3, D, seed=1), values(D, seed=2))
+
+
+@pytest.mark.parametrize(("divisor", "fused"), [(2.0, 1), (0.25, 1), (3.0, 0)])
+def test_division_is_a_scale_where_it_is_exact(divisor, fused):
+    def function(x, r, w):
+        y = all_reduce(x) / divisor + r
+        return norms.llama(y, w, 1e-5), y
+
+    check(function, values(T, D), values(T, D, seed=1), values(D, seed=2), fused=fused, skipped=1 - fused)
+
+
+def test_unbatched():
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norms.llama(y, w, 1e-5), y
+
+    run = check(function, values(D), values(D, seed=1), values(D, seed=2))
+    assert run.fused_arguments["residual"] is not None and run.fused_arguments["bias"] is None
+
+
+def test_second_norm_of_a_fused_sum_says_so():
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        return norms.llama(y, w, 1e-5), norms.llama(y, w + 1, 1e-6), y
+
+    run = check(function, values(T, D), values(T, D, seed=1), values(D, seed=2))
+    assert [s.reason for s in run.report.sites if s.op == "rms_norm"] == ["its sum is fused with another norm"]
+
+
+def test_the_sum_that_can_be_fused_is_taken():
+    """Two all-reduces meet; the later one reduces by maximum."""
+
+    def function(a, b, w):
+        y = all_reduce(a) + all_reduce(b, "max")
+        return norms.llama(y, w, 1e-5), y
+
+    check(function, values(T, D), values(T, D, seed=1), values(D, seed=2), skipped=1)
+
+
+def test_t5_multiplies_the_narrow_value():
+    def function(x, r, w):
+        y = all_reduce(x) + r
+        normed = y * torch.rsqrt(y.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        return w * normed.to(y.dtype), y
+
+    check(function, values(T, D), values(T, D, seed=1), values(D, seed=2))
+
+
+def test_epsilon_in_a_tensor_is_told():
+    def function(x, r, w, eps):
+        y = all_reduce(x) + r
+        return w * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)), y
+
+    inputs = [values(T, D, dtype=FP32), values(T, D, seed=1, dtype=FP32), values(D, seed=2, dtype=FP32), torch.tensor(1e-5)]
+    run = check(function, *inputs, fused=0, skipped=1)
+    assert "epsilon is not a number" in run.skipped[0]

@@ -29,14 +29,15 @@ def agree(group: dist.ProcessGroup, subject: str, proposal: dict[str, str], fail
     Raises the failure on the rank that had one, AgreementError on the others and on all if proposals differ.
     """
     if groups.has_peers(group):
-        others = _exchange(group, {"failure": f"{type(failure).__name__}: {failure}" if failure else "", **proposal})
+        told = f"{type(failure).__name__}: {failure}" if failure else ""
+        others = _exchange(group, subject, {"failure": told, **proposal})
         if failure is None:
             _compare(group, subject, proposal, others)
     if failure is not None:
         raise failure
 
 
-def _exchange(group: dist.ProcessGroup, mine: dict[str, str]) -> list[dict[str, str]]:
+def _exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> list[dict[str, str]]:
     """Everybody's proposal, in rank order."""
     turn = _rounds.get(group, 0)
     _rounds[group] = turn + 1
@@ -45,10 +46,10 @@ def _exchange(group: dist.ProcessGroup, mine: dict[str, str]) -> list[dict[str, 
     store.set(keys[group.rank()], json.dumps(mine))
     try:
         store.wait(keys)
-    except (RuntimeError, dist.DistError) as error:
+    except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise AgreementError(
-            f"rank(s) {missing} of group {group.group_name!r} did not call tpfuse.apply within the time-out"
+            f"rank(s) {missing} of group {group.group_name!r} did not call {subject} within the time-out"
         ) from error
     return [json.loads(store.get(key)) for key in keys]
 

@@ -35,6 +35,7 @@ from tpfuse.graph.nodes import (
     is_node,
     is_tensor,
     latest,
+    reapply,
     same_shape,
     unused_cone,
     value,
@@ -52,25 +53,24 @@ def run(graph: Graph, context: Context) -> None:
     for norm in list(graph.nodes) if context.fusions[FUSION].on else ():
         if not is_call(norm, rms_norm.OP):
             continue
-        chain = chains.trace(norm.args[0])
-        reason = "no all-reduce reaches this norm" if chain is None else _obstacle(norm, chain)
-        if reason:
-            norms[norm] = reason
-            if chain is not None:
-                reduces.setdefault(chain.all_reduce, reason)
+        found = [(chain, _obstacle(norm, chain)) for chain in chains.trace(norm.args[0])]
+        chain = next((chain for chain, obstacle in found if not obstacle), None)
+        if chain is None:
+            norms[norm] = found[0][1] if found else _unreached(norm)
+            for blocked, obstacle in found:
+                reduces.setdefault(blocked.all_reduce, obstacle)
             continue
-        assert chain is not None
         kernel = kernels.name_for(NAME, value(norm).device.type) or ""
-        context.decide("fused", chain.all_reduce, group=str(chain.all_reduce.args[2]), kernel=kernel)
+        context.decide("fused", chain.all_reduce, fusion=FUSION, group=str(chain.all_reduce.args[2]), kernel=kernel)
         context.rewrites += 1
         _rewrite(graph, norm, chain)
     for node in [node for node in graph.nodes if is_call(node, ALL_REDUCE)]:
         reason, norm = (reduces[node], None) if node in reduces else _why_not(node, context)
         if norm is not None:
             norms[norm] = reason
-        context.decide("skipped", node, reason=reason, group=str(node.args[2]))
+        context.decide("skipped", node, fusion=FUSION, reason=reason, group=str(node.args[2]))
     for norm, reason in norms.items():
-        context.decide("skipped", norm, op="rms_norm", reason=reason)
+        context.decide("skipped", norm, fusion=FUSION, op="rms_norm", reason=reason)
 
 
 def _obstacle(norm: Node, chain: Chain) -> str:
@@ -80,14 +80,10 @@ def _obstacle(norm: Node, chain: Chain) -> str:
     general = _unfit_all_reduce(reduce)
     if general:
         return general
-    if chain.shared is not None or len(reduce.users) > 1:
+    if chain.shared or len(reduce.users) > 1:
         return "something else uses the all-reduced value before the residual is added"
-    if chain.view is None and not same_shape(reduce, total):
-        return "the all-reduced value is broadcast"
     if not is_contiguous(total):
         return "the summed value is not contiguous"
-    if dtype(total) is not dtype(reduce):
-        return f"the sum is {dtype(total)}, the all-reduce {dtype(reduce)}"
     if not is_before(latest(_inputs(norm, chain)), _first_use(norm, chain)):
         return "an input of the norm is computed after the sum is used"
     if kernels.name_for(NAME, device) is None:
@@ -109,11 +105,21 @@ def _unfit_all_reduce(reduce: Node) -> str:
     return ""
 
 
+def _unreached(norm: Node) -> str:
+    """Why no chain ends in this norm."""
+    source = norm.args[0]
+    while is_call(source, *VIEWS, *COPIES):
+        source = source.args[0]
+    if is_call(source, operator.getitem) and is_call(source.args[0], OP):
+        return "its sum is fused with another norm"
+    return "no all-reduce reaches this norm"
+
+
 def _inputs(norm: Node, chain: Chain) -> list[Node]:
-    """Every node that the fused operation (and the view of its input) will read."""
+    """Every node that the fused operation (and the views of its input) will read."""
     found = [chain.all_reduce.args[0], norm.args[1], chain.residual, chain.bias, chain.scale]
-    found += chain.view.args[1] if chain.view is not None else []
-    return [n for n in found if is_node(n)]
+    sizes = [size for view in chain.views for size in view.all_input_nodes[1:]]
+    return [n for n in (*found, *sizes) if is_node(n)]
 
 
 def _first_use(norm: Node, chain: Chain) -> Node:
@@ -128,24 +134,23 @@ def _rewrite(graph: Graph, norm: Node, chain: Chain) -> None:
     number, tensor = (chain.scale, None) if isinstance(chain.scale, float) else (None, chain.scale)
     total, reduce = chain.total, chain.all_reduce
     erase_cone(graph, norm.meta[ORIGINAL])
-    source, last_input = reduce.args[0], latest(_inputs(norm, chain))
+    last_input = latest(_inputs(norm, chain))
     # In the total's own place, unless an input (a computed weight) only comes after it.
     with graph.inserting_before(total if is_before(last_input, total) else last_input.next):
-        if not same_shape(source, total):
-            assert chain.view is not None
-            source = emit(graph, aten.reshape.default, (source, chain.view.args[1]), like=reduce)
+        source = reapply(graph, chain.views, reduce.args[0], like=reduce)
         modifiers = (chain.residual, chain.bias, number, tensor, offset, normed_dtype, out_dtype)
         fused = emit(graph, OP, (source, weight, reduce.args[2], eps, *modifiers), like=reduce)
         normed = emit(graph, operator.getitem, (fused, 0), like=norm)
         summed = emit(graph, operator.getitem, (fused, 1), like=total)
-    if chain.norm_view is not None:
-        with graph.inserting_before(norm):
-            normed = emit(graph, aten.reshape.default, (normed, chain.norm_view.args[1]), like=norm)
+    with graph.inserting_before(norm):
+        normed = reapply(graph, chain.norm_views, normed, like=norm)
     norm.replace_all_uses_with(normed)
     graph.erase_node(norm)
     total.replace_all_uses_with(summed)
-    if chain.norm_view is not None:
-        erase_unused(graph, chain.norm_view)
+    for view in reversed(chain.norm_views):
+        if not view.users:
+            erase_unused(graph, view)
+            break
     for link in (*chain.links, reduce):
         graph.erase_node(link)
 
@@ -167,7 +172,7 @@ def _why_not(reduce: Node, context: Context) -> tuple[str, Node | None]:
         for user in node.users:
             if is_call(user, rms_norm.OP):
                 return _blocker(path), user
-            if user not in seen and is_call(user, WAIT, ADD, MUL, CONVERT, *VIEWS, *COPIES):
+            if user not in seen and is_call(user, WAIT, ADD, MUL, aten.div.Tensor, CONVERT, *VIEWS, *COPIES):
                 seen.add(user)
                 paths.append((*path, user))
     after = [user for path in paths for user in path[-1].users if user not in seen]

@@ -112,9 +112,9 @@ def _agree(group_name: str) -> None:
     """Once per group: every rank that compiles with this backend has the same version, on or off."""
     group = groups.resolve(group_name)
     if group not in _agreed:
-        _agreed.add(group)
         proposal = {"tpfuse": __version__, DISABLE_VARIABLE: str(is_disabled())}
         agreement.agree(group, 'torch.compile(backend="tpfuse")', proposal)
+        _agreed.add(group)
 
 
 _agreed: weakref.WeakSet[Any] = weakref.WeakSet()  # groups may end before the process does

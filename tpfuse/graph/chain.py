@@ -9,6 +9,7 @@ nothing else may use the value, since the fused operation does not return it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from tpfuse.graph.nodes import (
@@ -18,8 +19,8 @@ from tpfuse.graph.nodes import (
     VIEWS,
     WAIT,
     Node,
+    aten,
     dtype,
-    is_before,
     is_call,
     is_tensor,
     is_vector,
@@ -38,8 +39,9 @@ class Chain:
 
     total      the value that is normalised (before ``norm_view``)
     links      every node from the total back to the wait, the total first
-    view       the last view between the all-reduce and the total, None if the shape never changes
-    norm_view  the last view between the total and the norm
+    views      between the all-reduce and the total, in the order of the graph
+    norm_views between the total and the norm
+    shared     something else uses a link other than the total
     """
 
     all_reduce: Node
@@ -48,49 +50,42 @@ class Chain:
     residual: Node | None = None
     bias: Node | None = None
     scale: float | Node | None = None
-    view: Node | None = None
-    norm_view: Node | None = None
-    shared: Node | None = None  # a link other than the total that something else uses too
+    views: tuple[Node, ...] = ()
+    norm_views: tuple[Node, ...] = ()
+
+    @property
+    def shared(self) -> bool:
+        return any(len(link.users) > 1 for link in self.links[1:])
 
 
-def trace(norm_input: Node) -> Chain | None:
-    """The chain that ends in this norm's input, None if no all-reduce does."""
-    norm_view, node = _through_views(norm_input)
-    found: list[Chain] = []
-    direct = _trace_sum(node)
-    if direct is not None:
-        found.append(direct)
+def trace(norm_input: Node) -> list[Chain]:
+    """Chains that end in this norm's input, the one with the latest all-reduce first; none if no all-reduce does."""
+    norm_views, node = _through_views(norm_input)
+    found = [_trace_sum(node)]
     for branch, other in (operands, operands[::-1]) if (operands := plain_binary(node, ADD)) else ():
-        if branch is other or not (is_tensor(branch) and is_tensor(other)) or is_vector(other, value(node).shape[-1]):
+        if branch is other or not same_shape(branch, other) or dtype(branch) is not dtype(other):
             continue
         chain = _trace_sum(branch)
-        if chain is not None and same_shape(branch, other) and dtype(branch) is dtype(other) is dtype(node):
-            links = (node, *chain.links)
-            found.append(dataclasses.replace(chain, total=node, links=links, residual=other, shared=_shared(links)))
-    if not found:
-        return None
-    best = found[0]
-    for chain in found[1:]:  # two all-reduces meet in one sum: take the one that comes last
-        best = chain if is_before(best.all_reduce, chain.all_reduce) else best
-    return dataclasses.replace(best, norm_view=norm_view)
+        if chain is not None:
+            found.append(dataclasses.replace(chain, total=node, links=(node, *chain.links), residual=other))
+    chains = [dataclasses.replace(chain, norm_views=norm_views) for chain in found if chain is not None]
+    return sorted(chains, key=lambda chain: chain.all_reduce._sort_key, reverse=True)
 
 
 def _trace_sum(node: Node) -> Chain | None:
     """wait -> [+ bias] -> [* scale], with views anywhere, backwards from ``node``."""
-    total, links, view = node, [], None
+    total = node
+    links: list[Node] = []
+    views: list[Node] = []
     bias: Node | None = None
     scale: float | Node | None = None
-    while True:
-        if is_call(node, WAIT) and is_call(node.args[0], ALL_REDUCE):
-            links.append(node)
-            if bias is not None and not is_vector(bias, value(total).shape[-1]):
-                return None  # a view between them split what the bias belongs to
-            return Chain(node.args[0], total, tuple(links), None, bias, scale, view, None, _shared(tuple(links)))
+    while not is_call(node, WAIT):
         step: tuple[Node, Any] | None = None
         if is_call(node, *VIEWS):
-            view, step = view or node, (node.args[0], None)
+            views.insert(0, node)
+            step = node.args[0], None
         elif peel_copies(node) is not node:
-            step = (node.args[0], None)
+            step = node.args[0], None
         elif scale is None and bias is None and (step := _scaled(node)):
             scale = step[1]
         elif bias is None and (step := _biased(node)):
@@ -99,10 +94,19 @@ def _trace_sum(node: Node) -> Chain | None:
             return None
         links.append(node)
         node = step[0]
+    if not is_call(node.args[0], ALL_REDUCE):
+        return None
+    if bias is not None and not is_vector(bias, value(total).shape[-1]):
+        return None  # a view between them split what the bias belongs to
+    return Chain(node.args[0], total, (*links, node), bias=bias, scale=scale, views=tuple(views))
 
 
 def _scaled(node: Node) -> tuple[Node, float | Node] | None:
-    """(x, s) of x * s with a number or a tensor of one element and no dimensions."""
+    """(x, s) of x * s with a number, or a tensor of one element and no dimensions; or of x / number, where exact."""
+    if is_call(node, aten.div.Tensor) and len(node.args) == 2 and same_shape(node.args[0], node):
+        divisor = number(node.args[1])
+        if divisor and math.frexp(divisor)[0] in (0.5, -0.5) and dtype(node.args[0]) is dtype(node):
+            return node.args[0], 1 / divisor
     for x, s in (operands, operands[::-1]) if (operands := plain_binary(node, MUL)) else ():
         if is_tensor(x) and dtype(x) is dtype(node) and same_shape(x, node):
             if number(s) is not None:
@@ -122,24 +126,19 @@ def _biased(node: Node) -> tuple[Node, Node] | None:
     return None
 
 
-def _through_views(node: Node) -> tuple[Node | None, Node]:
-    """(outermost view, what is viewed) of views that keep the last dimension."""
-    view = None
+def _through_views(node: Node) -> tuple[tuple[Node, ...], Node]:
+    """(views that keep the last dimension, in the order of the graph; what they are views of)."""
+    views: list[Node] = []
     while True:
         source = peel_copies(node)
         if is_call(source, *VIEWS) and _same_last(source, source.args[0]):
-            view = view or source
+            views.insert(0, source)
             source = source.args[0]
         if source is node:
-            return view, node
+            return tuple(views), node
         node = source
 
 
 def _same_last(a: Node, b: Node) -> bool:
     sizes = value(a).shape, value(b).shape
     return bool(sizes[0]) and bool(sizes[1]) and same_sizes(sizes[0][-1:], sizes[1][-1:])
-
-
-def _shared(links: tuple[Node, ...]) -> Node | None:
-    """A link below the total with a user outside the chain."""
-    return next((link for link in links[1:] if len(link.users) > 1), None)

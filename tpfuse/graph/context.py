@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from torch.fx import Graph
 
 from tpfuse.config import Resolved
-from tpfuse.graph.nodes import ALL_REDUCE, OTHER_ALL_REDUCES, Node, is_call
+from tpfuse.graph.nodes import ALL_REDUCE, ORDER, OTHER_ALL_REDUCES, WHERE, Node, is_call
 from tpfuse.graph.places import Places
 from tpfuse.report import Outcome, Recorder, Site
-
-WHERE, ORDER = "tpfuse_where", "tpfuse_order"
 
 
 class Context:
@@ -35,21 +33,16 @@ class Context:
                 nth = seen[places] = seen.get(places, 0) + 1
                 node.meta[WHERE] = places if nth == 1 else tuple(f"{place}#{nth}" for place in places)
 
-    def look_alike(self, x: Node, op: str, reason: str, node: Node) -> None:
-        """A norm that no fusion understands; remembered for the all-reduces that reach it."""
-        self.look_alikes.setdefault(x, (op, reason))
-        self.decide("skipped", node, op=op, reason=reason)
-
     def decide(
         self,
         outcome: Outcome,
         node: Node,
         *,
+        fusion: str,
         op: str = "all_reduce",
         reason: str = "",
         group: str = "",
         kernel: str = "",
-        fusion: str = "fuse_allreduce_rms",
     ) -> None:
         """Leave a decision about the place (or places) where ``node`` stands."""
         for place in node.meta.get(WHERE) or self._places.of(node):

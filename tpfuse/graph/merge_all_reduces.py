@@ -6,18 +6,19 @@ the results have no other use. The sum is re-associated: results differ by round
 
 from __future__ import annotations
 
+import dataclasses
 from functools import reduce as fold
 
 from torch.fx import Graph
 
-from tpfuse.graph.context import WHERE, Context
+from tpfuse.graph.context import Context
 from tpfuse.graph.nodes import (
     ADD,
     ALL_REDUCE,
     VIEWS,
     WAIT,
+    WHERE,
     Node,
-    aten,
     dtype,
     emit,
     erase_unused,
@@ -25,12 +26,22 @@ from tpfuse.graph.nodes import (
     is_tensor,
     peel_copies,
     plain_binary,
+    reapply,
     same_shape,
     sole_user,
 )
 
 #: Merging prepares this fusion and goes by its switch.
 FUSION = "fuse_allreduce_rms"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Term:
+    """One all-reduce among the terms of a sum: the sum's operand, the all-reduce, and the views between them."""
+
+    node: Node
+    all_reduce: Node
+    views: tuple[Node, ...]
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -54,26 +65,26 @@ def _same_kind(a: Node, b: Node) -> bool:
 def _merge(graph: Graph, context: Context, root: Node) -> None:
     """Write one sum anew, if there is something to merge in it."""
     terms, inner = _flatten(root)
-    by_group: dict[object, list[Node]] = {}
-    for term in terms:
-        found = _all_reduce_of(term) if terms.count(term) == 1 and _same_kind(term, root) else None
-        if found is not None:
-            by_group.setdefault(found.args[2], []).append(term)
-    merging = {group: same for group, same in by_group.items() if len(same) > 1}
+    by_group: dict[object, list[_Term]] = {}
+    for node in terms:
+        term = _as_term(node) if terms.count(node) == 1 and _same_kind(node, root) else None
+        if term is not None:
+            by_group.setdefault(term.all_reduce.args[2], []).append(term)
+    merging = [sorted(same, key=lambda t: t.node._sort_key) for same in by_group.values() if len(same) > 1]
     if not merging:
         return
     context.rewrites += 1
-    taken = {term for same in merging.values() for term in same}
-    others = [term for term in terms if term not in taken]
+    taken = {term.node for same in merging for term in same}
+    others = [node for node in terms if node not in taken]
     with graph.inserting_before(root):
-        total = fold(lambda a, b: emit(graph, ADD, (a, b), like=root), [_one(graph, context, s) for s in merging.values()])
-        for term in sorted(others, key=lambda t: is_tensor(t) and same_shape(t, root)):  # biases first, then the residual
-            total = emit(graph, ADD, (total, term), like=root)
+        total = fold(lambda a, b: emit(graph, ADD, (a, b), like=root), [_one(graph, context, same) for same in merging])
+        for node in sorted(others, key=lambda n: same_shape(n, root)):  # biases first, then the residual
+            total = emit(graph, ADD, (total, node), like=root)
     root.replace_all_uses_with(total)
     for node in (root, *inner):
         graph.erase_node(node)
-    for term in taken:
-        erase_unused(graph, term)
+    for node in taken:
+        erase_unused(graph, node)
 
 
 def _flatten(root: Node) -> tuple[list[Node], list[Node]]:
@@ -90,39 +101,29 @@ def _flatten(root: Node) -> tuple[list[Node], list[Node]]:
     return terms, inner
 
 
-def _one(graph: Graph, context: Context, terms: list[Node]) -> Node:
+def _one(graph: Graph, context: Context, terms: list[_Term]) -> Node:
     """The all-reduce of the sum of what these terms reduce."""
-    ordered = sorted(terms, key=lambda term: term._sort_key)
-    last: Node = _all_reduce_of(ordered[-1])
-    for term in ordered[:-1]:
-        node: Node = _all_reduce_of(term)
+    last = terms[-1].all_reduce
+    for term in terms[:-1]:
         reason = f"summed before the all-reduce of {last.meta[WHERE][0]}"
-        context.decide("merged", node, reason=reason, group=str(node.args[2]))
-    parts = [_unreduced(graph, term) for term in ordered]
+        context.decide("merged", term.all_reduce, fusion=FUSION, reason=reason, group=str(last.args[2]))
+    parts = [reapply(graph, term.views, term.all_reduce.args[0], like=term.all_reduce) for term in terms]
     total = fold(lambda a, b: emit(graph, ADD, (a, b), like=last), parts)
     return emit(graph, WAIT, (emit(graph, ALL_REDUCE, (total, "sum", last.args[2]), like=last),), like=last)
 
 
-def _all_reduce_of(node: Node) -> Node | None:
-    """The all-reduce behind a term, if nothing but this sum uses its result."""
+def _as_term(node: Node) -> _Term | None:
+    """The all-reduce behind an operand, if nothing but this sum uses its result."""
+    term = node
+    views: list[Node] = []
     while len(node.users) == 1:
         if is_call(node, WAIT):
             found = node.args[0]
             usable = is_call(found, ALL_REDUCE) and len(found.users) == 1 and found.args[1] == "sum"
-            return found if usable and isinstance(found.args[2], str) else None
-        if not is_call(node, *VIEWS) and peel_copies(node) is node:
+            return _Term(term, found, tuple(views)) if usable and isinstance(found.args[2], str) else None
+        if is_call(node, *VIEWS):
+            views.insert(0, node)
+        elif peel_copies(node) is node:
             return None
         node = node.args[0]
     return None
-
-
-def _unreduced(graph: Graph, term: Node) -> Node:
-    """The all-reduce's input, in the shape that the sum has."""
-    found: Node = _all_reduce_of(term)
-    source = found.args[0]
-    if same_shape(source, term):
-        return source
-    view = term
-    while not is_call(view, *VIEWS):
-        view = view.args[0]
-    return emit(graph, aten.reshape.default, (source, view.args[1]), like=found)

@@ -29,13 +29,21 @@ OTHER_ALL_REDUCES = {
 WAIT = collectives.wait_tensor.default
 CONVERT = prims.convert_element_type.default
 ADD, MUL = aten.add.Tensor, aten.mul.Tensor
-VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
 #: Ops that return their input's values unchanged and in the same shape: left behind by in-place collectives.
 COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
 
 
 #: What a new node takes over from the one it stands for.
-INHERITED = ("nn_module_stack", "stack_trace", "tpfuse_where", "tpfuse_order")
+WHERE, ORDER = "tpfuse_where", "tpfuse_order"  # places in the model, position in the graph (Context.locate)
+INHERITED = ("nn_module_stack", "stack_trace", WHERE, ORDER)
 
 
 def is_node(argument: Any) -> bool:
@@ -145,6 +153,14 @@ def erase_unused(graph: Graph, node: Node) -> None:
         if node.target is ALL_REDUCE or not is_node(source):
             return
         node = source
+
+
+def reapply(graph: Graph, views: Iterable[Node], source: Node, *, like: Node) -> Node:
+    """The same views of another tensor of the same shape."""
+    for view in views:
+        target = aten.reshape.default if view.target is aten._unsafe_view.default else view.target
+        source = emit(graph, target, (source, *view.args[1:]), like=like)
+    return source
 
 
 def emit(graph: Graph, target: Callable, args: tuple, kwargs: dict[str, Any] | None = None, *, like: Node) -> Node:

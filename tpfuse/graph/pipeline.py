@@ -24,13 +24,16 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     lower.run,
 )
 
-#: Fusions that this version has a pass for.
-IMPLEMENTED = frozenset({all_reduce_rms_norm.FUSION})
+#: The fusion that an all-reduce is booked under which no pass looks at.
+ANY = all_reduce_rms_norm.FUSION
+
+#: Fusions that this version has a pass for, and the operation that each of them puts into a graph.
+OPS = {all_reduce_rms_norm.FUSION: all_reduce_rms_norm.NAME}
 
 
 def unavailable() -> dict[str, str]:
     """Fusions and tuning fields that this version cannot do on any machine, with the reason."""
-    missing = {name: "not in this version of tpfuse" for name in FUSION_LEVELS if name not in IMPLEMENTED}
+    missing = {name: "not in this version of tpfuse" for name in FUSION_LEVELS if name not in OPS}
     return {**missing, "fi_allreduce_fusion_max_size_mb": "this version has no FlashInfer kernels"}
 
 
@@ -46,9 +49,11 @@ def run(module: GraphModule, context: Context, training: bool) -> None:
     context.locate(graph)
     for node in graph.nodes:
         if training and is_call(node, ALL_REDUCE):
-            context.decide("skipped", node, reason="training graph: only inference is fused", group=str(node.args[2]))
+            reason = "training graph: only inference is fused"
+            context.decide("skipped", node, fusion=ANY, reason=reason, group=str(node.args[2]))
         elif is_call(node, *OTHER_ALL_REDUCES):
-            context.decide("skipped", node, reason=OTHER_ALL_REDUCES[node.target], group=str(node.args[-1]))
+            reason = OTHER_ALL_REDUCES[node.target]
+            context.decide("skipped", node, fusion=ANY, reason=reason, group=str(node.args[-1]))
     for step in PIPELINE if not training else ():
         step(graph, context)
     if context.rewrites:

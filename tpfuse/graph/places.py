@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import os
 import re
 
 import torch
@@ -17,8 +18,9 @@ from tpfuse.graph.nodes import Node
 ENTRY_VARIABLE = "model"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _VARIABLE = re.compile(r"^\w+\[['\"](?P<name>\w+)['\"]\]")
-#: Frames that say nothing about the user's model.
-_LIBRARY_FRAMES = ("/torch/", "/transformers/distributed/", "/tpfuse/")
+#: Folders whose frames say nothing about the user's model.
+_LIBRARIES = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
+_SHARDING = os.path.join("transformers", "distributed") + os.sep
 
 
 class Places:
@@ -40,7 +42,10 @@ class Places:
         known = self._names.get(kind, [])
         if path and (not known or (variable and variable["name"] == ENTRY_VARIABLE and path in known)):
             return (path,)
-        ends = [name for name in known if name == path or name.endswith(f".{path}")] if path else []
+        inner = not (variable and variable["name"] == ENTRY_VARIABLE)  # of the model itself, a line says more than ""
+        ends = [
+            name for name in known if name and (name == path or (inner and f".{name}".endswith(f".{path}" if path else "")))
+        ]
         return tuple(ends) or (path or _line(node) or kind,)
 
 
@@ -58,6 +63,6 @@ def _line(node: Node) -> str:
     """file:line of the innermost frame that belongs to the user."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     for frame in reversed(frames):
-        if not any(part in frame["file"].replace("\\", "/") for part in _LIBRARY_FRAMES):
-            return f"{frame['file'].rpartition('/')[2]}:{frame['line']}"
+        if not frame["file"].startswith(_LIBRARIES) and _SHARDING not in frame["file"]:
+            return f"{os.path.basename(frame['file'])}:{frame['line']}"
     return ""

@@ -14,6 +14,7 @@ The original nodes stay in the graph without users, so that ``lower`` can put th
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import torch
 from torch.fx import Graph
@@ -40,6 +41,8 @@ from tpfuse.graph.nodes import (
 from tpfuse.ops import rms_norm
 
 ORIGINAL = "tpfuse_original"
+#: The fusion that every norm is raised for.
+FUSION = "fuse_allreduce_rms"
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -69,7 +72,8 @@ def run(graph: Graph, context: Context) -> None:
             continue
         found = _match(node, *root)
         if isinstance(found, LookAlike):
-            context.look_alike(found.x, found.op, found.reason, node)
+            context.look_alikes.setdefault(found.x, (found.op, found.reason))
+            context.decide("skipped", node, fusion=FUSION, op=found.op, reason=found.reason)
         elif found is not None:
             _insert(graph, found)
 
@@ -121,7 +125,7 @@ def _match(node: Node, under: Node, divides: bool) -> _Norm | LookAlike | None:
     if scaled is None:
         return LookAlike(x, "rms_norm", "the inverse root has several users")
     operands = scaled.args[:1] if divides else (plain_binary(scaled, MUL) or ())
-    if (divides and len(scaled.args) != 2) or not any(_same_values(o, h) for o in operands):
+    if (divides and len(scaled.args) != 2) or not any(o is x or _same_values(o, h) for o in operands):
         return LookAlike(x, "rms_norm", "the inverse root does not multiply the value that was squared")
     assert eps is not None
     return _follow(_Norm(x=x, out=scaled, eps=eps))
@@ -203,6 +207,8 @@ def _split_epsilon(node: Node) -> tuple[Node, float | None]:
         for mean, eps in (node.args, node.args[::-1]):
             if is_node(mean) and number(eps) is not None:
                 return mean, number(eps)
+            if is_call(mean, aten.mean.dim) and is_tensor(eps):
+                return mean, None
     return node, 0.0 if is_call(node, aten.mean.dim) else None  # torch 2.14 drops "+ 0.0"
 
 
@@ -218,11 +224,7 @@ def _squared(node: Node) -> Node | None:
 
 
 def _is_getitem_of_var(node: Node) -> bool:
-    return (
-        node.op == "call_function"
-        and getattr(node.target, "__name__", "") == "getitem"
-        and is_call(node.args[0], aten.var_mean.correction)
-    )
+    return is_call(node, operator.getitem) and is_call(node.args[0], aten.var_mean.correction)
 
 
 def _uncast(node: Node) -> Node:

@@ -1,16 +1,21 @@
 """Find the tensor-parallel process groups of a model from the model alone.
 
 DTensor parameters (``parallelize_module``, Hugging Face ``tp_plan``) carry their device mesh: the groups are those of the
-mesh dimensions that a parameter is sharded over. Hand-written layers usually keep their group, or mesh, as an attribute.
+mesh dimensions that a parameter is sharded over. Hand-written layers usually keep their group, or mesh, as an attribute
+with "tp" or "tensor" in its name (Megatron's ``tp_group``).
 Where neither is so, the groups only become known from the collectives in the graph; that is no failure.
 """
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+_TENSOR_PARALLEL_NAME = re.compile(r"tp|tensor", re.IGNORECASE)
 
 
 def find_groups(model: torch.nn.Module) -> list[dist.ProcessGroup]:
@@ -29,7 +34,9 @@ def find_groups(model: torch.nn.Module) -> list[dist.ProcessGroup]:
                 for dim, placement in enumerate(tensor.placements):
                     if isinstance(placement, Shard):
                         _add(found, tensor.device_mesh.get_group(dim))
-        for attribute in vars(module).values():
+        for name, attribute in vars(module).items():
+            if not _TENSOR_PARALLEL_NAME.search(name):
+                continue  # a pipeline's or an expert's group: its ranks hold other modules
             if isinstance(attribute, dist.ProcessGroup):
                 _add(found, attribute)
             elif isinstance(attribute, DeviceMesh) and attribute.ndim == 1:

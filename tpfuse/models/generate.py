@@ -44,7 +44,8 @@ class CompiledCall(_Method):
 
     def __call__(self, compile_config: Any = None) -> Callable:
         config = compile_config or self.model._default_compile_config()
-        if self.applied is None or config.backend != "inductor":
+        excluded = "llama4" in self.model.config.model_type  # Hugging Face does not compile these
+        if self.applied is None or config.backend != "inductor" or excluded:
             return self.original(compile_config)
         return self.applied.with_options(
             mode=config.mode, options=config.options, dynamic=config.dynamic, fullgraph=config.fullgraph
@@ -65,7 +66,7 @@ class Prefill(_Method):
             and generation_config.prefill_chunk_size is None
             and self.model._valid_auto_compile_criteria(model_kwargs, generation_config)
         ):
-            with self.applied.paused():
+            with self.applied.paused("prefill of a static cache by generate()"):
                 return self.original(input_ids, generation_config, model_kwargs, *args, **kwargs)
         return self.original(input_ids, generation_config, model_kwargs, *args, **kwargs)
 

@@ -36,7 +36,7 @@ def _only_has_gradient_hooks(module: torch.nn.Module) -> bool:
 
 def _without_gradient_hooks(module: torch.nn.Module) -> Callable:
     def call(*args, **kwargs):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not _only_has_gradient_hooks(module):
             return module._call_impl(*args, **kwargs)
         return module.forward(*args, **kwargs)
 
