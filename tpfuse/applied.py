@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -151,7 +152,7 @@ class AppliedModel:
             self.recorder,
             variant=variant,
             model=self.model,
-            agree=self._agree,
+            agree=_weakly(self),
             **{name: value for name, value in values.items() if name in for_backend},
         )
         rest = {name: value for name, value in values.items() if name not in ("mode", "options")}
@@ -187,6 +188,18 @@ def _entry(model: torch.nn.Module) -> Callable:
     name = f"{type(model).__name__}_{next(_entries)}"
     code = forward.__code__.replace(co_name=name)
     return types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
+
+
+def _weakly(applied: AppliedModel) -> Callable[[str], None]:
+    """``applied._agree`` for a backend, which Dynamo keeps for ever, and with it whatever it holds."""
+    reference = weakref.ref(applied)
+
+    def agree(group_name: str) -> None:
+        found = reference()
+        assert found is not None, "a model compiles only while it is called"
+        found._agree(group_name)
+
+    return agree
 
 
 @contextlib.contextmanager

@@ -105,15 +105,22 @@ def _table(report: Report) -> list[str]:
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    reduces = {
-        o: len({s.where for s in report.sites if s.op == "all_reduce" and s.outcome == o})
-        for o in ("fused", "merged", "skipped")
-    }
-    total = f"all-reduces: {reduces['fused']} fused, {reduces['merged']} merged, {reduces['skipped']} left"
+    places: dict[str, set[str]] = {}
+    for s in report.sites:
+        if s.op == "all_reduce":
+            places.setdefault(s.where, set()).add(s.outcome)
+    fused, merged, left = (sum(outcomes == {o} for outcomes in places.values()) for o in ("fused", "merged", "skipped"))
+    mixed = len(places) - fused - merged - left
+    total = f"all-reduces: {fused} fused, {merged} merged, {left} left" + (
+        f", {mixed} only in some graphs" if mixed else ""
+    )
     compiled = f"{report.graphs} graph(s), {report.pass_seconds:.2f} s in tpfuse's passes"
     off: dict[str, list[str]] = {}
     for name, fusion in report.fusions.items():
         if not fusion.on:
             off.setdefault(fusion.reason, []).append(name)
     notes = [*report.notes, *(f"off, {reason}: {', '.join(names)}" for reason, names in off.items())]
-    return [*(lines if report.sites else ["no all-reduce seen"]), f"{total}; {compiled}", *notes]
+    nothing = "no all-reduce seen"
+    if not report.graphs:
+        nothing += ": no call was compiled yet, or only inside another torch.compile (apply the outermost module)"
+    return [*(lines if report.sites else [nothing]), f"{total}; {compiled}", *notes]

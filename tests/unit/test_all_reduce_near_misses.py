@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit import norms
-from tests.unit.graphs import Backend, all_reduce, check, compile_plainly, compile_with_tpfuse, values, world
+from tests.unit.graphs import FUSED, Backend, all_reduce, check, compile_plainly, compile_with_tpfuse, values, world
 
 T, D = 6, 16
 
@@ -305,3 +305,29 @@ def test_training_graph_is_left_alone():
     assert report.count("fuse_allreduce_rms") == 0
     assert {s.reason for s in report.sites if s.op == "all_reduce"} == {"training graph: only inference is fused"}
     assert w.grad is not None and w.grad.abs().sum() > 0
+
+
+def test_an_all_reduce_does_not_overtake_another():
+    """Ranks pair collectives up by order: a rank where the first one is not fused must still run it first."""
+
+    def function(x, z, r, w):
+        first, second = all_reduce(x), all_reduce(z)
+        late = r * second  # the first one's residual needs the second one's result
+        y = first + late
+        return norms.llama(y, w, 1e-5), y
+
+    inputs = values(T, D), values(T, D, seed=1), values(T, D, seed=2), values(D, seed=3)
+    run = check(function, *inputs, fused=0, skipped=2)
+    assert any("another collective" in reason for reason in run.skipped)
+
+
+def test_order_of_collectives_is_kept():
+    def function(x, z, r, w):
+        first, second = all_reduce(x), all_reduce(z)
+        b = norms.llama(r + second, w, 1e-5)
+        return norms.llama(r + first, w, 1e-5), b
+
+    run = check(function, values(T, D), values(T, D, seed=1), values(T, D, seed=2), values(D, seed=3), fused=2)
+    first, second = run.calls(FUSED)
+    x, z = list(run.graph.graph.find_nodes(op="placeholder"))[:2]
+    assert (first.args[0], second.args[0]) == (x, z)

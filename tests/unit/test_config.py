@@ -161,13 +161,13 @@ def test_this_version():
     """What this version has no pass for is an error by name, and off by level with a reason."""
     unavailable = pipeline.unavailable()
     resolved = FusionConfig(optimization_level=3).resolve(unavailable)
-    assert {name for name, fusion in resolved.items() if fusion.on} == set(pipeline.IMPLEMENTED)
+    assert {name for name, fusion in resolved.items() if fusion.on} == set(pipeline.OPS)
     assert all(fusion.on or fusion.reason for fusion in resolved.values())
-    for name in set(FUSIONS) - pipeline.IMPLEMENTED:
+    for name in set(FUSIONS) - set(pipeline.OPS):
         with pytest.raises(ConfigError, match=f"{name}=True.*version"):
             FusionConfig(**{name: True}).resolve(unavailable)
     for name, value in TUNED.items():
-        if TUNED_FUSION[name] not in pipeline.IMPLEMENTED or name in unavailable:
+        if TUNED_FUSION[name] not in pipeline.OPS or name in unavailable:
             with pytest.raises(ConfigError, match=f"{name}={value}.*version"):
                 FusionConfig(**{name: value}).resolve(unavailable)
 

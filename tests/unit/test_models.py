@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import tpfuse
 from tpfuse import tokens
 from tpfuse.models import grad_hooks
 from tpfuse.models.find_groups import find_groups
-from tpfuse.testing import fake_world
+from tpfuse.testing import fake_world, interpret_graphs
 
 # -- gradient hooks ----------------------------------------------------------------------------------------------------
 
@@ -147,3 +151,27 @@ def test_no_tokens_to_count():
 def test_variant_names():
     assert tokens.variant_name((), 0) == "all"
     assert [tokens.variant_name((64, 256), i) for i in range(3)] == ["rows<64", "64<=rows<256", "rows>=256"]
+
+
+# -- life ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_applied_model_is_freed():
+    """Dynamo keeps backends for ever; they must not keep the model."""
+    with fake_world(2) as group, interpret_graphs(), torch.no_grad():
+        for remove in (True, False):
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.RMSNorm(4))
+            tpfuse.apply(model, group=group)(torch.randn(2, 4))
+            reference = weakref.ref(model)
+            if remove:
+                tpfuse.remove(model)
+            del model
+            gc.collect()
+            assert reference() is None
+
+
+def test_destroyed_group_is_told():
+    with fake_world(2) as group:
+        pass
+    with fake_world(2), pytest.raises(tpfuse.ConfigError, match="was destroyed"):
+        tpfuse.apply(torch.nn.Linear(2, 2), group=group)

@@ -13,7 +13,7 @@ import weakref
 import torch.distributed as dist
 
 from tpfuse.comm import groups
-from tpfuse.errors import AgreementError, TpfuseError
+from tpfuse.errors import AgreementError, ConfigError, TpfuseError
 
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -28,6 +28,8 @@ def agree(group: dist.ProcessGroup, subject: str, proposal: dict[str, str], fail
     Collective: every rank of the group calls it, as often as the others. It waits at most the group's store time-out.
     Raises the failure on the rank that had one, AgreementError on the others and on all if proposals differ.
     """
+    if not groups.exists(group):
+        raise failure or ConfigError("the model has a process group that was destroyed: give its layers the new one")
     if groups.has_peers(group):
         told = f"{type(failure).__name__}: {failure}" if failure else ""
         others = _exchange(group, subject, {"failure": told, **proposal})
@@ -43,14 +45,16 @@ def _exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> l
     _rounds[group] = turn + 1
     store = groups.store_of(group)
     keys = [f"tpfuse/agree/{group.group_name}/{turn}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], json.dumps(mine))
     try:
+        store.set(keys[group.rank()], json.dumps(mine))
         store.wait(keys)
     except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise AgreementError(
-            f"rank(s) {missing} of group {group.group_name!r} did not call {subject} within the time-out"
-        ) from error
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:
+            raise AgreementError(f"{subject}: the process that kept the store of the group has ended") from error
+        name = f"group {group.group_name!r}"
+        raise AgreementError(f"rank(s) {missing} of {name} did not call {subject} within the time-out") from error
     return [json.loads(store.get(key)) for key in keys]
 
 

@@ -39,3 +39,8 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 def has_peers(group: dist.ProcessGroup) -> bool:
     """Whether other processes stand behind the group: not for one rank, nor for a fake group in tests."""
     return group.size() > 1 and c10d._world.pg_map[group][0] != "fake"
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether the group has not been destroyed."""
+    return group in c10d._world.pg_map

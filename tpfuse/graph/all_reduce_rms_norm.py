@@ -31,6 +31,7 @@ from tpfuse.graph.nodes import (
     erase_unused,
     is_before,
     is_call,
+    is_collective,
     is_contiguous,
     is_node,
     is_tensor,
@@ -86,6 +87,8 @@ def _obstacle(norm: Node, chain: Chain) -> str:
         return "the summed value is not contiguous"
     if not is_before(latest(_inputs(norm, chain)), _first_use(norm, chain)):
         return "an input of the norm is computed after the sum is used"
+    if _overtakes(norm, chain):
+        return "an input is computed after another collective, which the all-reduce would have to wait for"
     if kernels.name_for(NAME, device) is None:
         return f"no kernel for {device} in this version"
     return ""
@@ -122,6 +125,26 @@ def _inputs(norm: Node, chain: Chain) -> list[Node]:
     return [n for n in (*found, *sizes) if is_node(n)]
 
 
+def _place(norm: Node, chain: Chain) -> Node:
+    """The node before which the fused operation goes: the all-reduce itself, or what follows its last input."""
+    last_input = latest(_inputs(norm, chain))
+    return chain.all_reduce if is_before(last_input, chain.all_reduce) else last_input.next
+
+
+def _overtakes(norm: Node, chain: Chain) -> bool:
+    """Whether another collective stands between the all-reduce and where it would go.
+
+    Ranks run collectives in the order of their graphs, and a rank whose graph differs (a hook that keeps a value) may not
+    fuse here: the order must not depend on it.
+    """
+    place, node = _place(norm, chain), chain.all_reduce
+    while is_before(node, place):
+        node = node.next
+        if node is not place and (is_collective(node) or is_call(node, OP)):
+            return True
+    return False
+
+
 def _first_use(norm: Node, chain: Chain) -> Node:
     """The earliest node that needs the sum or the norm; the norm's original nodes, which nothing uses now, aside."""
     unused = unused_cone(norm.meta[ORIGINAL])
@@ -134,9 +157,7 @@ def _rewrite(graph: Graph, norm: Node, chain: Chain) -> None:
     number, tensor = (chain.scale, None) if isinstance(chain.scale, float) else (None, chain.scale)
     total, reduce = chain.total, chain.all_reduce
     erase_cone(graph, norm.meta[ORIGINAL])
-    last_input = latest(_inputs(norm, chain))
-    # In the total's own place, unless an input (a computed weight) only comes after it.
-    with graph.inserting_before(total if is_before(last_input, total) else last_input.next):
+    with graph.inserting_before(_place(norm, chain)):
         source = reapply(graph, chain.views, reduce.args[0], like=reduce)
         modifiers = (chain.residual, chain.bias, number, tensor, offset, normed_dtype, out_dtype)
         fused = emit(graph, OP, (source, weight, reduce.args[2], eps, *modifiers), like=reduce)

@@ -11,6 +11,7 @@ from functools import reduce as fold
 
 from torch.fx import Graph
 
+from tpfuse.comm import groups
 from tpfuse.graph.context import Context
 from tpfuse.graph.nodes import (
     ADD,
@@ -120,7 +121,8 @@ def _as_term(node: Node) -> _Term | None:
         if is_call(node, WAIT):
             found = node.args[0]
             usable = is_call(found, ALL_REDUCE) and len(found.users) == 1 and found.args[1] == "sum"
-            return _Term(term, found, tuple(views)) if usable and isinstance(found.args[2], str) else None
+            shared = usable and isinstance(found.args[2], str) and groups.size(found.args[2]) > 1
+            return _Term(term, found, tuple(views)) if shared else None
         if is_call(node, *VIEWS):
             views.insert(0, node)
         elif peel_copies(node) is node:

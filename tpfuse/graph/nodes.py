@@ -54,6 +54,13 @@ def is_call(node: Any, *targets: Callable) -> bool:
     return is_node(node) and node.op == "call_function" and node.target in targets
 
 
+def is_collective(node: Node) -> bool:
+    """Whether the node starts a collective."""
+    return (
+        node.op == "call_function" and getattr(node.target, "namespace", "") == WAIT.namespace and node.target is not WAIT
+    )
+
+
 def value(node: Node) -> Any:
     """The fake tensor (or symbolic number) that the node computes, None if unknown."""
     return node.meta.get("val")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-_TENSOR_PARALLEL_NAME = re.compile(r"tp|tensor", re.IGNORECASE)
+_TENSOR_PARALLEL_NAME = re.compile(r"(?<![a-z])tp(?![a-z])|tensor", re.IGNORECASE)
 
 
 def find_groups(model: torch.nn.Module) -> list[dist.ProcessGroup]:
