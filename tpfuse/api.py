@@ -79,7 +79,7 @@ def apply(
         before.remove()
     if is_disabled():
         return model
-    applied = AppliedModel(model, request, {each.group_name for each in found})
+    applied = AppliedModel(model, request)
     applied.install()
     _note_groups(applied, found)
     return model

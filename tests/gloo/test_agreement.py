@@ -124,3 +124,38 @@ def _same_words(rank: int) -> str:
 
 def test_options_that_hold_objects():
     assert spawn(_same_words, 2, timeout_s=60) == ["", ""]
+
+
+class _Parallel(torch.nn.Module):
+    """Two branches that are reduced one by one and then added: one all-reduce can do."""
+
+    def __init__(self, group):
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = Stack(group, layers=1).layers[0], Stack(group, layers=1, seed=1).layers[0]
+        self.norm, self.tp_group = torch.nn.RMSNorm(96), group
+
+    def forward(self, x, residual):
+        return self.norm(
+            residual + self.left(x, torch.zeros_like(residual))[1] + self.right(x, torch.zeros_like(residual))[1]
+        )
+
+
+def _hook_on_one_rank(rank: int) -> tuple[float, str, int]:
+    """A hook on one rank keeps what a merged all-reduce would not have: merging there only would leave ranks waiting."""
+    model, kept = _Parallel(dist.group.WORLD), []
+    x, residual = torch.randn(5, 32, generator=torch.Generator().manual_seed(rank)), torch.ones(5, 96)
+    with torch.no_grad(), interpret_graphs():
+        expected = model(x, residual)
+        tpfuse.apply(model)
+        if rank == 0:
+            model.left.register_forward_hook(lambda module, args, output: kept.append(output[1]))
+        error = max((model(x, residual) - expected).abs().max().item() for _ in range(2))
+    return error, str(tpfuse.explain(model)), len(kept)
+
+
+def test_a_hook_on_one_rank_keeps_all_from_merging():
+    (error, told, kept), (other, other_told, none) = spawn(_hook_on_one_rank, 2, timeout_s=90)
+    assert max(error, other) < 1e-5 and (kept, none) == (2, 0)
+    for text in (told, other_told):
+        assert "ranks have different forward hooks" in text and "0 merged" in text

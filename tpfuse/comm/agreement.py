@@ -18,12 +18,19 @@ from tpfuse.errors import AgreementError, ConfigError, TpfuseError
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def agree(group: dist.ProcessGroup, subject: str, proposal: dict[str, str], failure: TpfuseError | None = None) -> None:
+def agree(
+    group: dist.ProcessGroup,
+    subject: str,
+    proposal: dict[str, str],
+    failure: TpfuseError | None = None,
+    may_differ: str = "",
+) -> bool:
     """Return once every rank of the group has made the same proposal; otherwise raise on every one of them.
 
     subject   what the proposal is about, for the message
     proposal  names and values to compare; ignored if there is a failure
     failure   an error this rank has already met: it is raised here, after the others have been told
+    may_differ  a text that ranks may differ in; returns whether they do not
 
     Collective: every rank of the group calls it, as often as the others. It waits at most the group's store time-out.
     Raises the failure on the rank that had one, AgreementError on the others and on all if proposals differ.
@@ -32,11 +39,13 @@ def agree(group: dist.ProcessGroup, subject: str, proposal: dict[str, str], fail
         raise failure or ConfigError("the model has a process group that was destroyed: give its layers the new one")
     if groups.has_peers(group):
         told = f"{type(failure).__name__}: {failure}" if failure else ""
-        others = _exchange(group, subject, {"failure": told, **proposal})
+        everybody = _exchange(group, subject, {"failure": told, "may_differ": may_differ, **proposal})
         if failure is None:
-            _compare(group, subject, proposal, others)
+            _compare(group, subject, proposal, everybody)
+            return len({each["may_differ"] for each in everybody}) == 1
     if failure is not None:
         raise failure
+    return True
 
 
 def _exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> list[dict[str, str]]:

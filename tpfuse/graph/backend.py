@@ -31,7 +31,8 @@ class TpfuseBackend:
     recorder  where decisions go
     variant   name of the row-count range that this instance compiles for
     model     the model that the graphs are of, for places in it to be told; None: as the graphs tell them
-    agree     called with the name of each process group in a graph before the graph is rewritten
+    agree     called with the name of each process group in a graph before the graph is rewritten; returns whether
+              all-reduces may be merged, which must be the same on every rank
     mode, options, dynamic  as for torch.compile's "inductor" backend
     """
 
@@ -45,7 +46,7 @@ class TpfuseBackend:
         *,
         variant: str = "all",
         model: torch.nn.Module | None = None,
-        agree: Callable[[str], None] | None = None,
+        agree: Callable[[str], bool] | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
         dynamic: bool | None = None,
@@ -71,11 +72,10 @@ class TpfuseBackend:
     def _inner_compile(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx_inner
 
-        if self.agree is not None:
-            for name in pipeline.group_names(module.graph):
-                self.agree(name)
+        agree = self.agree or (lambda name: True)
+        answers = [agree(name) for name in pipeline.group_names(module.graph)]  # all are asked, whatever the first says
         start = time.perf_counter()
-        context = Context(self.fusions, self.recorder, self.variant, self.places)
+        context = Context(self.fusions, self.recorder, self.variant, self.places, may_merge=all(answers))
         pipeline.run(module, context, training=not kwargs.get("is_inference", False))
         self.recorder.graphs += 1
         self.recorder.pass_seconds += time.perf_counter() - start
@@ -108,13 +108,14 @@ def tpfuse_backend(
     return backend(module, example_inputs)
 
 
-def _agree(group_name: str) -> None:
+def _agree(group_name: str) -> bool:
     """Once per group: every rank that compiles with this backend has the same version, on or off."""
     group = groups.resolve(group_name)
     if group not in _agreed:
         proposal = {"tpfuse": __version__, DISABLE_VARIABLE: str(is_disabled())}
         agreement.agree(group, 'torch.compile(backend="tpfuse")', proposal)
         _agreed.add(group)
+    return True
 
 
 _agreed: weakref.WeakSet[Any] = weakref.WeakSet()  # groups may end before the process does

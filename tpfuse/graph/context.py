@@ -15,8 +15,11 @@ from tpfuse.report import Outcome, Recorder, Site
 class Context:
     """State of one run of the pipeline over one graph."""
 
-    def __init__(self, fusions: Mapping[str, Resolved], recorder: Recorder, variant: str, places: Places) -> None:
+    def __init__(
+        self, fusions: Mapping[str, Resolved], recorder: Recorder, variant: str, places: Places, may_merge: bool
+    ) -> None:
         self.fusions = fusions
+        self.may_merge = may_merge
         self.variant = variant
         self.rewrites = 0
         self.look_alikes: dict[Node, tuple[str, str]] = {}  # what a look-alike normalises -> (op, reason)
