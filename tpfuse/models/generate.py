@@ -2,8 +2,9 @@
 
 Left alone, ``generate`` would call ``torch.compile(model.__call__)`` with its own backend around an applied model and so
 lose every fusion. It does so for the decode steps of a static cache, in CUDA graphs, and takes care that the cache's
-buffers keep their addresses: the prefill that allocates them runs eagerly. So it is here: a compiled prefill would put
-them elsewhere each time, and every ``generate`` would record its CUDA graphs anew.
+buffers keep their addresses: the prefill that allocates them runs eagerly. So it is here. With a compiled prefill,
+generation ran at 0.5 to 0.7 of plain ``generate`` on 2x H200, first because CUDA graphs were skipped for buffers that are
+not marked as static, and still after they had been marked.
 """
 
 from __future__ import annotations
