@@ -14,7 +14,7 @@ from tpfuse import kernels
 from tpfuse.comm import groups
 from tpfuse.graph import chain as chains
 from tpfuse.graph.chain import Chain
-from tpfuse.graph.context import Context
+from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.nodes import (
     ADD,
     ALL_REDUCE,
@@ -44,8 +44,6 @@ from tpfuse.graph.nodes import (
 from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.ops import rms_norm
 from tpfuse.ops.all_reduce_rms_norm import DTYPES, NAME, OP
-
-FUSION = "fuse_allreduce_rms"
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -168,10 +166,8 @@ def _rewrite(graph: Graph, norm: Node, chain: Chain) -> None:
     norm.replace_all_uses_with(normed)
     graph.erase_node(norm)
     total.replace_all_uses_with(summed)
-    for view in reversed(chain.norm_views):
-        if not view.users:
-            erase_unused(graph, view)
-            break
+    if chain.norm_views:
+        erase_unused(graph, chain.norm_views[-1])
     for link in (*chain.links, reduce):
         graph.erase_node(link)
 

@@ -11,6 +11,9 @@ from tpfuse.graph.nodes import ALL_REDUCE, ORDER, OTHER_ALL_REDUCES, WHERE, Node
 from tpfuse.graph.places import Places
 from tpfuse.report import Outcome, Recorder, Site
 
+#: The field of FusionConfig that norms are raised, all-reduces merged and both fused for.
+FUSION = "fuse_allreduce_rms"
+
 
 class Context:
     """State of one run of the pipeline over one graph."""

@@ -12,7 +12,7 @@ from functools import reduce as fold
 from torch.fx import Graph
 
 from tpfuse.comm import groups
-from tpfuse.graph.context import Context
+from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.nodes import (
     ADD,
     ALL_REDUCE,
@@ -31,9 +31,6 @@ from tpfuse.graph.nodes import (
     same_shape,
     sole_user,
 )
-
-#: Merging prepares this fusion and goes by its switch.
-FUSION = "fuse_allreduce_rms"
 
 
 @dataclasses.dataclass(frozen=True)

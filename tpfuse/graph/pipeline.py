@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from tpfuse.config import FUSION_LEVELS
 from tpfuse.graph import all_reduce_rms_norm, lower, merge_all_reduces, raise_
-from tpfuse.graph.context import Context
+from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.nodes import ALL_REDUCE, OTHER_ALL_REDUCES, is_call
 
 PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
@@ -24,11 +24,8 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     lower.run,
 )
 
-#: The fusion that an all-reduce is booked under which no pass looks at.
-ANY = all_reduce_rms_norm.FUSION
-
 #: Fusions that this version has a pass for, and the operation that each of them puts into a graph.
-OPS = {all_reduce_rms_norm.FUSION: all_reduce_rms_norm.NAME}
+OPS = {FUSION: all_reduce_rms_norm.NAME}
 
 
 def unavailable() -> dict[str, str]:
@@ -50,10 +47,10 @@ def run(module: GraphModule, context: Context, training: bool) -> None:
     for node in graph.nodes:
         if training and is_call(node, ALL_REDUCE):
             reason = "training graph: only inference is fused"
-            context.decide("skipped", node, fusion=ANY, reason=reason, group=str(node.args[2]))
+            context.decide("skipped", node, fusion=FUSION, reason=reason, group=str(node.args[2]))
         elif is_call(node, *OTHER_ALL_REDUCES):
             reason = OTHER_ALL_REDUCES[node.target]
-            context.decide("skipped", node, fusion=ANY, reason=reason, group=str(node.args[-1]))
+            context.decide("skipped", node, fusion=FUSION, reason=reason, group=str(node.args[-1]))
     for step in PIPELINE if not training else ():
         step(graph, context)
     if context.rewrites:

@@ -19,7 +19,7 @@ import operator
 import torch
 from torch.fx import Graph
 
-from tpfuse.graph.context import Context
+from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.nodes import (
     ADD,
     CONVERT,
@@ -41,8 +41,6 @@ from tpfuse.graph.nodes import (
 from tpfuse.ops import rms_norm
 
 ORIGINAL = "tpfuse_original"
-#: The fusion that every norm is raised for.
-FUSION = "fuse_allreduce_rms"
 _NARROW = (torch.bfloat16, torch.float16)
 
 
