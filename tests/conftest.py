@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("PYTHONWARNINGS", "error::FutureWarning")  # in the rank processes; pyproject.toml says it of this one
 
 import torch
 

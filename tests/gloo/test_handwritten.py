@@ -252,13 +252,14 @@ def test_groups_within_a_larger_world():
 # -- other sizes, and groups made anew -----------------------------------------------------------------------------------
 
 
-def _three_ranks(rank: int) -> float:
+def _few_tokens(rank: int) -> float:
     with interpret_graphs():
         return max(largest_difference(tpfuse.apply(Stack(dist.group.WORLD), strict=True), t) for t in (1, 2, 5))
 
 
-def test_world_size_three():
-    assert max(spawn(_three_ranks, 3, timeout_s=180)) < FP32
+@pytest.mark.parametrize("ranks", [3, 5, 6])
+def test_world_sizes_that_are_no_power_of_two(ranks):
+    assert max(spawn(_few_tokens, ranks, timeout_s=240)) < FP32
 
 
 def _cycles(rank: int, ports: list[int]) -> list[float]:
