@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import inspect
 import json
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpfuse import environment, kernels
+from tpfuse import environment
 from tpfuse.applied import AppliedModel, CompileOptions, Request
-from tpfuse.comm import agreement, groups
+from tpfuse.comm import agreement, arena, groups
 from tpfuse.config import DISABLE_VARIABLE, FusionConfig, is_disabled
 from tpfuse.errors import ConfigError, NotAppliedError, TpfuseError
 from tpfuse.graph import pipeline
+from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, CANDIDATES
 from tpfuse.models.find_groups import find_groups
 from tpfuse.report import Recorder, Report
 from tpfuse.version import __version__
@@ -139,15 +141,28 @@ def _request(model: torch.nn.Module, config: Any, strict: bool, compile_options:
 
 
 def _check_kernels(config: FusionConfig, model: torch.nn.Module) -> None:
-    """A fusion that was asked for by name needs something to run on the model's device.
+    """A kernel that was asked for by name must exist, and have a device to run on.
 
-    Without a wish its pass stays on: it merges what can be merged and reports why each site was left.
+    Whether the groups of the model have the memory for it is seen at their first graph.
     """
+    known = CANDIDATES[ALL_REDUCE_RMS_NORM]
+    if config.allreduce_rms_kernel is not None and config.allreduce_rms_kernel not in known:
+        near = difflib.get_close_matches(config.allreduce_rms_kernel, known, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"unknown allreduce_rms_kernel {config.allreduce_rms_kernel!r}; the nearest valid one is {near!r}"
+        )
     tensor = next(iter((*model.parameters(), *model.buffers())), None)
     device = tensor.device.type if tensor is not None else "cpu"
-    for fusion, op in pipeline.OPS.items():
-        if getattr(config, fusion) and kernels.name_for(op, device) is None:
-            raise ConfigError(f"{fusion}=True cannot be honoured: this version has no kernel for {device}")
+    if config.fuse_allreduce_rms and device not in ("cpu", "cuda"):
+        raise ConfigError(f"fuse_allreduce_rms=True cannot be honoured: this version has no kernel for {device}")
+
+
+def check() -> None:
+    """Raise PeerTimeoutError if a kernel has given up waiting for another rank. Does not synchronise with the device.
+
+    Every call of an applied model does the same first.
+    """
+    arena.check()
 
 
 def _note_groups(applied: AppliedModel, found: list[dist.ProcessGroup]) -> None:

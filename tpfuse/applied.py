@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tpfuse import tokens
-from tpfuse.comm import agreement, groups
+from tpfuse.comm import agreement, arena, groups
 from tpfuse.config import FusionConfig, Resolved
 from tpfuse.errors import StrictError, TpfuseError
 from tpfuse.graph.backend import TpfuseBackend
@@ -116,6 +116,7 @@ class AppliedModel:
             self._paused = before
 
     def _call(self, compile_options: CompileOptions, args: tuple, kwargs: dict[str, Any]) -> Any:
+        arena.check()
         as_it_is = self.previous_call or self.model._call_impl
         if torch.compiler.is_compiling():
             return as_it_is(*args, **kwargs)  # inside somebody else's torch.compile
@@ -153,6 +154,7 @@ class AppliedModel:
             variant=variant,
             model=self.model,
             agree=_weakly(self),
+            config=self.request.config,
             **{name: value for name, value in values.items() if name in for_backend},
         )
         rest = {name: value for name, value in values.items() if name not in ("mode", "options")}

@@ -35,6 +35,8 @@ FUSION_LEVELS: Mapping[str, int] = {
 TUNED_FUSION: Mapping[str, str] = {
     "sp_min_token_num": "enable_sp",
     "fi_allreduce_fusion_max_size_mb": "fuse_allreduce_rms",
+    "workspace_mb": "fuse_allreduce_rms",
+    "peer_timeout_s": "fuse_allreduce_rms",
     "rope_kvcache_fusion_max_token_num": "fuse_rope_kvcache",
 }
 
@@ -75,6 +77,9 @@ class FusionConfig:
     sp_min_token_num                   rows from which sequence parallelism is used (None: measured)
     fi_allreduce_fusion_max_size_mb    largest message for FlashInfer's all-reduce kernels, MiB (None: measured)
     rope_kvcache_fusion_max_token_num  most rows for which RoPE + KV write is fused
+    workspace_mb                       symmetric memory per process group on each rank, MiB; a group's first model decides
+    peer_timeout_s                     how long a kernel waits for another rank, s (None: the process group's time-out)
+    allreduce_rms_kernel               the kernel for every all-reduce + RMSNorm (None: the fastest measured for each size)
     token_count_from                   name of the forward argument whose leading dimensions count the tokens of a
                                        call: all dimensions of an integer tensor, all but the last of a floating one
                                        (None: ``input_ids``, ``inputs_embeds``, else the first tensor argument)
@@ -98,6 +103,9 @@ class FusionConfig:
     sp_min_token_num: int | None = None
     fi_allreduce_fusion_max_size_mb: float | None = None
     rope_kvcache_fusion_max_token_num: int = 256
+    workspace_mb: float = 64
+    peer_timeout_s: float | None = None
+    allreduce_rms_kernel: str | None = None
     token_count_from: str | None = None
     token_boundaries: tuple[int, ...] = ()
 
@@ -114,9 +122,11 @@ class FusionConfig:
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "True, False or None", _nearest_switch(getattr(self, name)))
         for name in TUNED_FUSION:
-            _check_number(name, getattr(self, name), default=_default(name), fraction=name.endswith("_mb"))
-        if self.token_count_from is not None and not (isinstance(self.token_count_from, str) and self.token_count_from):
-            raise _bad("token_count_from", self.token_count_from, "the name of an argument, or None", None)
+            _check_number(name, getattr(self, name), default=_default(name), fraction=name.endswith(("_mb", "_s")))
+        for name, what in (("token_count_from", "an argument"), ("allreduce_rms_kernel", "a kernel")):
+            given = getattr(self, name)
+            if given is not None and not (isinstance(given, str) and given):
+                raise _bad(name, given, f"the name of {what}, or None", None)
         set_("token_boundaries", _boundaries(self.token_boundaries))
 
     # -- where a configuration comes from ---------------------------------------------------------------------------

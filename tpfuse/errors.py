@@ -23,3 +23,8 @@ class StrictError(TpfuseError, RuntimeError):
 
 class NotAppliedError(TpfuseError, ValueError):
     """``explain`` was given a model to which ``apply`` was never applied."""
+
+
+class PeerTimeoutError(TpfuseError, RuntimeError):
+    """A kernel waited for a rank that did not answer in time. Outputs since then are NaN; the group cannot be used
+    again."""

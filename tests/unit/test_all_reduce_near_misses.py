@@ -7,9 +7,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from tests.unit import norms
 from tests.unit.graphs import FUSED, Backend, all_reduce, check, compile_plainly, compile_with_tpfuse, values, world
+
+all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor  # renamed in torch 2.13
 
 T, D = 6, 16
 
@@ -258,7 +261,7 @@ def test_q_norm_over_a_sharded_dimension():
     """OLMo2's full-width q norm reads gathered columns: no all-reduce of a sum reaches it."""
 
     def function(x, w):
-        gathered = torch.distributed._functional_collectives.all_gather_tensor(x, 0, dist.group.WORLD)
+        gathered = all_gather(x, 0, dist.group.WORLD)
         q = torch.cat(gathered.chunk(2), 1)
         return norms.llama(q, w, 1e-5)
 

@@ -138,7 +138,13 @@ def test_unavailable_and_unwanted_is_fine(name):
     assert not FusionConfig(**{name: False}).resolve({name: "the moon is full"})[name].on
 
 
-TUNED = {"sp_min_token_num": 64, "fi_allreduce_fusion_max_size_mb": 1.5, "rope_kvcache_fusion_max_token_num": 64}
+TUNED = {
+    "sp_min_token_num": 64,
+    "fi_allreduce_fusion_max_size_mb": 1.5,
+    "rope_kvcache_fusion_max_token_num": 64,
+    "workspace_mb": 32,
+    "peer_timeout_s": 5,
+}
 
 
 def test_every_tuned_field_is_known():

@@ -39,7 +39,7 @@ def agree(
         raise failure or ConfigError("the model has a process group that was destroyed: give its layers the new one")
     if groups.has_peers(group):
         told = f"{type(failure).__name__}: {failure}" if failure else ""
-        everybody = _exchange(group, subject, {"failure": told, "may_differ": may_differ, **proposal})
+        everybody = exchange(group, subject, {"failure": told, "may_differ": may_differ, **proposal})
         if failure is None:
             _compare(group, subject, proposal, everybody)
             return len({each["may_differ"] for each in everybody}) == 1
@@ -48,12 +48,14 @@ def agree(
     return True
 
 
-def _exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> list[dict[str, str]]:
-    """Everybody's proposal, in rank order."""
+def exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> list[dict[str, str]]:
+    """What every rank of the group says, in rank order. Collective, like ``agree``; raises AgreementError: one is
+    missing."""
     turn = _rounds.get(group, 0)
     _rounds[group] = turn + 1
     store = groups.store_of(group)
-    keys = [f"tpfuse/agree/{group.group_name}/{turn}/{rank}" for rank in range(group.size())]
+    prefix = f"tpfuse/agree/{group.group_name}/{turn}"
+    keys = [f"{prefix}/{rank}" for rank in range(group.size())]
     try:
         store.set(keys[group.rank()], json.dumps(mine))
         store.wait(keys)
@@ -64,7 +66,11 @@ def _exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> l
             raise AgreementError(f"{subject}: the process that kept the store of the group has ended") from error
         name = f"group {group.group_name!r}"
         raise AgreementError(f"rank(s) {missing} of {name} did not call {subject} within the time-out") from error
-    return [json.loads(store.get(key)) for key in keys]
+    everybody = [json.loads(store.get(key)) for key in keys]
+    if store.add(f"{prefix}/read", 1) == group.size():  # the last reader: a later group of that name must not find these
+        for key in (*keys, f"{prefix}/read"):
+            store.delete_key(key)
+    return everybody
 
 
 def _compare(group: dist.ProcessGroup, subject: str, mine: dict[str, str], all_: list[dict[str, str]]) -> None:

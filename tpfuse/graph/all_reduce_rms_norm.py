@@ -10,7 +10,6 @@ import operator
 
 from torch.fx import Graph
 
-from tpfuse import kernels
 from tpfuse.comm import groups
 from tpfuse.graph import chain as chains
 from tpfuse.graph.chain import Chain
@@ -42,6 +41,7 @@ from tpfuse.graph.nodes import (
     value,
 )
 from tpfuse.graph.raise_ import ORIGINAL
+from tpfuse.kernels import dispatch
 from tpfuse.ops import rms_norm
 from tpfuse.ops.all_reduce_rms_norm import DTYPES, NAME, OP
 
@@ -59,10 +59,11 @@ def run(graph: Graph, context: Context) -> None:
             for blocked, obstacle in found:
                 reduces.setdefault(blocked.all_reduce, obstacle)
             continue
-        kernel = kernels.name_for(NAME, value(norm).device.type) or ""
-        context.decide("fused", chain.all_reduce, fusion=FUSION, group=str(chain.all_reduce.args[2]), kernel=kernel)
+        group = str(chain.all_reduce.args[2])
+        kernel = context.pinned_kernel or dispatch.names(NAME, group, value(norm).device.type)
+        context.decide("fused", chain.all_reduce, fusion=FUSION, group=group, kernel=kernel)
         context.rewrites += 1
-        _rewrite(graph, norm, chain)
+        _rewrite(graph, norm, chain, context.pinned_kernel)
     for node in [node for node in graph.nodes if is_call(node, ALL_REDUCE)]:
         reason, norm = (reduces[node], None) if node in reduces else _why_not(node, context)
         if norm is not None:
@@ -87,9 +88,7 @@ def _obstacle(norm: Node, chain: Chain) -> str:
         return "an input of the norm is computed after the sum is used"
     if _overtakes(norm, chain):
         return "an input is computed after another collective, which the all-reduce would have to wait for"
-    if kernels.name_for(NAME, device) is None:
-        return f"no kernel for {device} in this version"
-    return ""
+    return dispatch.obstacle(NAME, str(reduce.args[2]), device)
 
 
 def _unfit_all_reduce(reduce: Node) -> str:
@@ -150,14 +149,14 @@ def _first_use(norm: Node, chain: Chain) -> Node:
     return min(users, key=lambda n: n._sort_key, default=norm)
 
 
-def _rewrite(graph: Graph, norm: Node, chain: Chain) -> None:
+def _rewrite(graph: Graph, norm: Node, chain: Chain, kernel: str | None) -> None:
     _, weight, eps, offset, normed_dtype, out_dtype = norm.args
     number, tensor = (chain.scale, None) if isinstance(chain.scale, float) else (None, chain.scale)
     total, reduce = chain.total, chain.all_reduce
     erase_cone(graph, norm.meta[ORIGINAL])
     with graph.inserting_before(_place(norm, chain)):
         source = reapply(graph, chain.views, reduce.args[0], like=reduce)
-        modifiers = (chain.residual, chain.bias, number, tensor, offset, normed_dtype, out_dtype)
+        modifiers = (chain.residual, chain.bias, number, tensor, offset, normed_dtype, out_dtype, kernel)
         fused = emit(graph, OP, (source, weight, reduce.args[2], eps, *modifiers), like=reduce)
         normed = emit(graph, operator.getitem, (fused, 0), like=norm)
         summed = emit(graph, operator.getitem, (fused, 1), like=total)

@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tpfuse.comm import agreement, groups
 from tpfuse.config import DISABLE_VARIABLE, FusionConfig, Resolved, is_disabled
+from tpfuse.errors import ConfigError
 from tpfuse.graph import pipeline
-from tpfuse.graph.context import Context
+from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.places import Places
+from tpfuse.kernels import dispatch
 from tpfuse.report import Recorder
 from tpfuse.version import __version__
 
@@ -33,6 +36,7 @@ class TpfuseBackend:
     model     the model that the graphs are of, for places in it to be told; None: as the graphs tell them
     agree     called with the name of each process group in a graph before the graph is rewritten; returns whether
               all-reduces may be merged, which must be the same on every rank
+    config    sizes, time-outs and kernels that were asked for
     mode, options, dynamic  as for torch.compile's "inductor" backend
     """
 
@@ -47,12 +51,14 @@ class TpfuseBackend:
         variant: str = "all",
         model: torch.nn.Module | None = None,
         agree: Callable[[str], bool] | None = None,
+        config: FusionConfig | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
         dynamic: bool | None = None,
     ) -> None:
         self.fusions, self.recorder, self.variant, self.agree = fusions, recorder, variant, agree
         self.places = Places(model)
+        self.config = config or FusionConfig()
         self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -73,13 +79,38 @@ class TpfuseBackend:
         from torch._inductor.compile_fx import compile_fx_inner
 
         agree = self.agree or (lambda name: True)
-        answers = [agree(name) for name in pipeline.group_names(module.graph)]  # all are asked, whatever the first says
+        names = pipeline.group_names(module.graph)
+        answers = [agree(name) for name in names]  # all are asked, whatever the first says
+        if pipeline.on_cuda(module.graph):
+            self._make_arenas(names)
         start = time.perf_counter()
-        context = Context(self.fusions, self.recorder, self.variant, self.places, may_merge=all(answers))
+        pinned = self.config.allreduce_rms_kernel
+        context = Context(self.fusions, self.recorder, self.variant, self.places, all(answers), pinned)
         pipeline.run(module, context, training=not kwargs.get("is_inference", False))
         self.recorder.graphs += 1
         self.recorder.pass_seconds += time.perf_counter() - start
         return (type(self).codegen or compile_fx_inner)(module, example_inputs, **kwargs)
+
+    def _make_arenas(self, group_names: Sequence[str]) -> None:
+        """Symmetric memory for the groups of a graph: now, since no kernel can make it later, inside a CUDA graph.
+
+        Collective at a group's first graph. Raises ConfigError, on every rank: a group cannot have what was asked for by
+        name.
+        """
+        fusion = self.fusions[FUSION]
+        for name in group_names if fusion.on else ():
+            with _disable_current_modes(), torch.inference_mode(False):
+                made = dispatch.of(name, int(self.config.workspace_mb * 2**20))
+            if isinstance(made, str):
+                self.recorder.note(f"group {name!r} has no symmetric memory: {made}")
+                if fusion.explicit:
+                    raise ConfigError(f"{FUSION}=True cannot be honoured: {made}")
+                continue
+            if self.config.peer_timeout_s is not None:
+                made.arena.set_deadline(self.config.peer_timeout_s)
+            self.recorder.note(
+                f"group {name!r}: arena of {made.arena.bytes >> 20} MiB on each rank; kernels by table, {made.source}"
+            )
 
     def get_compiler_config(self) -> dict[str, Any]:
         """Inductor's configuration with the mode and options given, which torch.compile guards and logs."""

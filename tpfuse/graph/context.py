@@ -19,10 +19,17 @@ class Context:
     """State of one run of the pipeline over one graph."""
 
     def __init__(
-        self, fusions: Mapping[str, Resolved], recorder: Recorder, variant: str, places: Places, may_merge: bool
+        self,
+        fusions: Mapping[str, Resolved],
+        recorder: Recorder,
+        variant: str,
+        places: Places,
+        may_merge: bool,
+        pinned_kernel: str | None = None,
     ) -> None:
         self.fusions = fusions
         self.may_merge = may_merge
+        self.pinned_kernel = pinned_kernel
         self.variant = variant
         self.rewrites = 0
         self.look_alikes: dict[Node, tuple[str, str]] = {}  # what a look-alike normalises -> (op, reason)

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 from tpfuse.config import FUSION_LEVELS
 from tpfuse.graph import all_reduce_rms_norm, lower, merge_all_reduces, raise_
 from tpfuse.graph.context import FUSION, Context
-from tpfuse.graph.nodes import ALL_REDUCE, OTHER_ALL_REDUCES, is_call
+from tpfuse.graph.nodes import ALL_REDUCE, OTHER_ALL_REDUCES, is_call, value
 
 PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     merge_all_reduces.run,
@@ -38,6 +38,11 @@ def group_names(graph: Graph) -> list[str]:
     """Names of the process groups that the graph reduces over, in order of first use."""
     names = (node.args[2] for node in graph.nodes if is_call(node, ALL_REDUCE))
     return list(dict.fromkeys(name for name in names if isinstance(name, str)))
+
+
+def on_cuda(graph: Graph) -> bool:
+    """Whether the graph reduces CUDA tensors."""
+    return any(is_call(node, ALL_REDUCE) and value(node).device.type == "cuda" for node in graph.nodes)
 
 
 def run(module: GraphModule, context: Context, training: bool) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tpfuse import kernels
 from tpfuse.comm.groups import group_name
+from tpfuse.kernels import dispatch
 from tpfuse.ops import library
 from tpfuse.ops.rms_norm import normalize
 
@@ -47,9 +47,28 @@ def reference(
     return normalize(total, weight, eps, weight_offset, normed_dtype, out_dtype), total
 
 
-def _run(input, weight, group, eps, *args, **kwargs):
-    kernel = kernels.choose(NAME, input.device.type)
-    return (kernel.run if kernel else reference)(input, weight, group, eps, *args, **kwargs)
+def _run(
+    input,
+    weight,
+    group,
+    eps,
+    residual=None,
+    bias=None,
+    scale=None,
+    scale_tensor=None,
+    weight_offset=0.0,
+    normed_dtype=None,
+    out_dtype=None,
+    kernel=None,
+):
+    arguments = (residual, bias, scale, scale_tensor, weight_offset, normed_dtype, out_dtype)
+    if input.is_cuda and input.numel():
+        found = dispatch.of(group)
+        if not isinstance(found, str):
+            results = found.all_reduce_rms_norm(kernel, input, weight, eps, *arguments)
+            if results is not None:
+                return results
+    return reference(input, weight, group, eps, *arguments)
 
 
 def _fake(
@@ -64,6 +83,7 @@ def _fake(
     weight_offset=0.0,
     normed_dtype=None,
     out_dtype=None,
+    kernel=None,
 ):
     total = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     return torch.empty(input.shape, dtype=out_dtype or input.dtype, device=input.device), total
@@ -72,7 +92,7 @@ def _fake(
 OP = library.define(
     f"{NAME}(Tensor input, Tensor? weight, str group, float eps, Tensor? residual=None, Tensor? bias=None, "
     "float? scale=None, Tensor? scale_tensor=None, float weight_offset=0.0, ScalarType? normed_dtype=None, "
-    "ScalarType? out_dtype=None) -> (Tensor, Tensor)",
+    "ScalarType? out_dtype=None, str? kernel=None) -> (Tensor, Tensor)",
     _run,
     _fake,
 )
@@ -90,6 +110,7 @@ def all_reduce_rms_norm(
     weight_offset: float = 0.0,
     normed_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of the summed residual stream.
 
@@ -106,11 +127,15 @@ def all_reduce_rms_norm(
     weight_offset 1.0 for Gemma: the weight is widened to fp32 before it is added
     normed_dtype  round the normalised value to this dtype before the weight (Llama), None: keep fp32
     out_dtype     dtype of the normed output, None: input's
+    kernel        name of the kernel to use on CUDA, None: the one that is measured fastest for this size
     returns       (normed [..., D], y [..., D] of input's dtype), replicated; neither aliases an argument
 
-    The norm accumulates in fp32. Collective: every rank of the group calls it with the same shapes; no tokens at all
-    (T = 0) is allowed and exchanges nothing. The reference is not CUDA-graph safe on a CPU, and has no backward.
-    Raises ValueError: a shape or dtype other than the above, or an argument that requires gradients.
+    The sum and the norm accumulate in fp32, the sum in rank order: all ranks get the same bits, and get them again.
+    Collective: every rank of the group calls it with the same shapes; no tokens at all (T = 0) is allowed and exchanges
+    nothing. Safe in CUDA graphs after one call outside a capture, which makes the group's arena. Has no backward. Without
+    an arena (no peer-to-peer memory), and on the CPU, functional collectives and eager maths do the same.
+    Raises ValueError: a shape or dtype other than the above, or an argument that requires gradients; ConfigError:
+    ``kernel`` cannot do this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     """
     hidden = input.shape[-1] if input.dim() else 0
     _require(input.dim() >= 1, "input must be [..., D]", input)
@@ -144,6 +169,7 @@ def all_reduce_rms_norm(
         weight_offset,
         normed_dtype,
         out_dtype,
+        kernel,
     )
 
 

@@ -1,0 +1,141 @@
+"""The ways to compute each operation on CUDA, candidate by candidate, and why one cannot do what is asked.
+
+Candidate 0, the unfused graph, is not here: it is chosen at compile time by not fusing. What stands closest to it is
+``nccl``: NCCL's all-reduce and then one kernel for the rest. A candidate's ``run`` takes the operation's arguments, so
+that a benchmark or the tuner can call any of them; an adapter imports its library inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tpfuse.comm.arena import MAX_SPLIT_ROWS, SLOT_BYTES, Arena
+from tpfuse.tables import Choice
+
+ALL_REDUCE_RMS_NORM, ALL_REDUCE = "all_reduce_rms_norm", "all_reduce"
+_LONGEST_ROW_BYTES = 64 << 10
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A call, as far as a choice depends on it: the same on every rank.
+
+    rows         T, all leading dimensions together; at least 1
+    hidden       D, elements of a row (a plain all-reduce: all elements, in one row)
+    weight_dtype, normed_dtype, out_dtype, weight_offset, modifiers, residual
+                 of the norm; modifiers: a bias or a scale is there
+    """
+
+    op: str
+    rows: int
+    hidden: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype | None = None
+    normed_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
+    weight_offset: float = 0.0
+    modifiers: bool = False
+    residual: bool = True
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to compute an operation.
+
+    cannot  (arena, problem) -> why it cannot do this problem there; "" if it can. Depends on nothing that differs by rank.
+    run     (arena, choice, *the operation's arguments) -> its results
+    """
+
+    name: str
+    cannot: Callable[[Arena, Problem], str]
+    run: Callable[..., Any]
+
+
+def _norm_cannot(arena: Arena, problem: Problem) -> str:
+    """What our kernels' norm cannot do, behind whatever all-reduce."""
+    if problem.dtype not in _DTYPES:
+        return f"dtype {problem.dtype}"
+    if problem.row_bytes > _LONGEST_ROW_BYTES:
+        return f"a row of {problem.row_bytes} bytes is longer than {_LONGEST_ROW_BYTES}"
+    if problem.normed_dtype not in (None, torch.float32, problem.dtype):
+        return f"the normalised value is rounded to {problem.normed_dtype}, the row is {problem.dtype}"
+    if problem.weight_dtype == torch.float64:
+        return "a float64 weight"
+    return ""
+
+
+def _own_cannot(arena: Arena, problem: Problem) -> str:
+    if problem.op == ALL_REDUCE:
+        return "" if problem.dtype in _DTYPES else f"dtype {problem.dtype}"
+    if problem.row_bytes > SLOT_BYTES:
+        return f"a row of {problem.row_bytes} bytes is longer than a slot of {SLOT_BYTES}"
+    return _norm_cannot(arena, problem)
+
+
+def _split_cannot(arena: Arena, problem: Problem) -> str:
+    most = min(MAX_SPLIT_ROWS, arena.split.size)
+    if problem.rows > most:
+        return f"more than {most} rows"
+    return _own_cannot(arena, problem)
+
+
+def _split(arena: Arena, choice: Choice, *arguments: Any) -> Any:
+    from tpfuse.kernels.triton import own
+
+    return own.all_reduce_rms_norm("split", arena, *arguments, choice=choice)
+
+
+def _ring(arena: Arena, choice: Choice, *arguments: Any) -> Any:
+    from tpfuse.kernels.triton import own
+
+    return own.all_reduce_rms_norm("ring", arena, *arguments, choice=choice)
+
+
+def _ring_plain(arena: Arena, choice: Choice, input: torch.Tensor) -> torch.Tensor:
+    from tpfuse.kernels.triton import own
+
+    return own.all_reduce(arena, input, choice=choice)
+
+
+def _nccl(arena: Arena, choice: Choice, input: torch.Tensor, *arguments: Any) -> Any:
+    from tpfuse.kernels.triton import own
+
+    return own.rms_norm(arena, _nccl_plain(arena, choice, input), *arguments)
+
+
+def _nccl_plain(arena: Arena, choice: Choice, input: torch.Tensor) -> torch.Tensor:
+    reduced = torch.ops._c10d_functional.all_reduce(input.contiguous(), "sum", arena.group_name)
+    return torch.ops._c10d_functional.wait_tensor(reduced)
+
+
+def _anything(arena: Arena, problem: Problem) -> str:
+    return ""
+
+
+#: Operation -> its candidates by name. ``nccl`` can do everything our kernels' norm can.
+CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {
+    ALL_REDUCE_RMS_NORM: {
+        c.name: c
+        for c in (
+            Candidate("tpfuse_split", _split_cannot, _split),
+            Candidate("tpfuse_ring", _own_cannot, _ring),
+            Candidate("nccl", _norm_cannot, _nccl),
+        )
+    },
+    ALL_REDUCE: {
+        c.name: c
+        for c in (
+            Candidate("tpfuse_ring", _own_cannot, _ring_plain),
+            Candidate("nccl", _anything, _nccl_plain),
+        )
+    },
+}

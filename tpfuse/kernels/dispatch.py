@@ -1,0 +1,135 @@
+"""Which candidate runs, for this group and this call, decided from values that all ranks of the group share.
+
+At compile time ``prepare`` makes a group's arena and settles which table its ranks go by, ``obstacle`` says whether a
+site can be fused at all, ``names`` what may run there. At run time ``choose`` picks by the size of the call; the choice
+is remembered per kind of call.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpfuse import tables
+from tpfuse.comm import agreement, arena, groups
+from tpfuse.comm.arena import Arena
+from tpfuse.errors import ConfigError
+from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, CANDIDATES, Candidate, Problem
+from tpfuse.tables import Choice, Machine, Table
+
+_MOST_CHOICES = 4096
+_RULE_BYTES = 256 << 10
+_UNKNOWN: Any = object()
+
+
+class Dispatcher:
+    """The choices of one group."""
+
+    def __init__(self, arena: Arena, table: Table | None, source: str) -> None:
+        self.arena, self.table, self.source = arena, table, source
+        self._chosen: dict[tuple, tuple[Candidate, Choice] | None] = {}
+
+    def choose(self, problem: Problem, pinned: str | None = None) -> tuple[Candidate, Choice] | None:
+        """The candidate for a problem, and how it is laid out; None: none can do it.
+
+        Raises ConfigError: ``pinned`` cannot do it.
+        """
+        known = CANDIDATES[problem.op]
+        if pinned is not None:
+            why = known[pinned].cannot(self.arena, problem) if pinned in known else f"the kernels are {', '.join(known)}"
+            if why:
+                raise ConfigError(f"kernel {pinned!r} cannot run {problem.op}: {why}")
+            return known[pinned], Choice(pinned)
+        choice = self.table.choose(problem.op, problem.rows, problem.row_bytes) if self.table else None
+        for each in (choice or self._by_rule(problem), Choice("tpfuse_ring"), Choice("nccl")):
+            if each.candidate in known and not known[each.candidate].cannot(self.arena, problem):
+                return known[each.candidate], each
+        return None
+
+    def _by_rule(self, problem: Problem) -> Choice:
+        """Without a table: our kernels while every rank sends little, NCCL above."""
+        message = problem.rows * problem.row_bytes * (self.arena.world - 1)
+        if message > _RULE_BYTES:
+            return Choice("nccl")
+        return Choice("tpfuse_split" if problem.rows <= 4 and problem.op == ALL_REDUCE_RMS_NORM else "tpfuse_ring")
+
+    def all_reduce_rms_norm(self, kernel: str | None, input: torch.Tensor, *arguments: Any) -> Any:
+        """Run the operation on at least one row; arguments as in ``tpfuse.ops``. None: only its reference can."""
+        weight, _, residual, bias, scale, scale_tensor, offset, normed_dtype, out_dtype = arguments
+        modified = bias is not None or scale is not None or scale_tensor is not None
+        weight_dtype = None if weight is None else weight.dtype
+        key = (input.shape, input.dtype, weight_dtype, normed_dtype, out_dtype, offset, modified, residual is None, kernel)
+        found = self._chosen.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
+            hidden = input.shape[-1]
+            problem = Problem(
+                ALL_REDUCE_RMS_NORM, input.numel() // hidden, hidden, input.dtype,
+                weight_dtype, normed_dtype, out_dtype, offset, modified, residual is not None,
+            )  # fmt: skip
+            if len(self._chosen) >= _MOST_CHOICES:
+                self._chosen.clear()
+            found = self._chosen[key] = self.choose(problem, kernel)
+        if found is None:
+            return None
+        candidate, choice = found
+        return candidate.run(self.arena, choice, input, *arguments)
+
+
+_dispatchers: weakref.WeakKeyDictionary[dist.ProcessGroup, Dispatcher | str] = weakref.WeakKeyDictionary()
+
+
+def of(group_name: str, arena_bytes: int = arena.DEFAULT_BYTES) -> Dispatcher | str:
+    """The dispatcher of a group, or why nothing of ours can run there. The first call for a group is collective."""
+    group = groups.resolve(group_name)
+    found = _dispatchers.get(group)
+    if found is None:
+        found = _dispatchers[group] = _make(group, arena_bytes)
+    return found
+
+
+def _make(group: dist.ProcessGroup, arena_bytes: int) -> Dispatcher | str:
+    made = arena.of(group.group_name, arena_bytes)
+    if isinstance(made, str):
+        return made
+    machine = Machine(torch.cuda.get_device_name(made.device), _link(), made.world)
+    table, source = tables.find(machine)
+    everybody = agreement.exchange(group, "choosing a table", {"table": table.digest if table else ""})
+    if len({each["table"] for each in everybody}) > 1:
+        table, source = tables.shipped(machine), "ranks have different tuned tables: all go by what ships with tpfuse"
+    return Dispatcher(made, table, source)
+
+
+def obstacle(op: str, group_name: str, device_type: str) -> str:
+    """Why nothing can compute the operation for that group on that kind of device; "" if something can."""
+    if device_type == "cpu":
+        return ""
+    if device_type != "cuda":
+        return f"no kernel for {device_type} in this version"
+    found = of(group_name)
+    return found if isinstance(found, str) else ""
+
+
+def names(op: str, group_name: str, device_type: str) -> str:
+    """What may run at a site, for the report."""
+    if device_type == "cpu":
+        return "reference"
+    found = of(group_name)
+    assert isinstance(found, Dispatcher), found
+    listed = found.table.candidates(op) if found.table else ()
+    return "/".join(listed or ("tpfuse_split", "tpfuse_ring", "nccl"))
+
+
+@functools.cache
+def _link() -> str:
+    """How the GPUs that this process sees are connected."""
+    try:
+        from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
+
+        matrix = _detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
+    except (ImportError, AttributeError, RuntimeError):
+        return "unknown"
+    return "nvlink" if any(any(row) for row in matrix) else "pcie"

@@ -1,0 +1,127 @@
+"""From tensors to a launch of ``split`` or ``ring``: which variant, how many blocks, and a path of a few microseconds.
+
+A launch is planned once per kind of call (shape, dtypes, options, group) and then only filled with addresses.
+
+T  rows (tokens)     D  hidden size     vector  16 bytes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from tpfuse.comm.arena import SLOT_BYTES, SPLIT, STATE_BYTES, Alone, Arena
+from tpfuse.kernels.triton import all_reduce_rms_norm as device_code
+from tpfuse.kernels.triton.lamport import BF16, FP16, FP32
+from tpfuse.tables import Choice
+
+_KINDS = {torch.bfloat16: BF16.value, torch.float16: FP16.value, torch.float32: FP32.value}
+_ADDRESS = 1 << 40  # any number that is typed as 64 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What of the operation a kernel is compiled for."""
+
+    dtype: torch.dtype
+    norm: bool
+    weight: int = 0
+    wide_out: bool = False
+    round: bool = False
+    bias: bool = False
+    scale: bool = False
+    factor: bool = False
+    residual: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A compiled kernel on its grid. ``launch(*arguments, stream=)`` takes all the kernel's parameters in order."""
+
+    launch: Callable[..., None]
+    constants: tuple[Any, ...]
+    region: int
+    state: int
+    rows: int
+    vectors: int
+
+
+@functools.cache
+def _compile(
+    kernel: JITFunction, device: int, warps: int, registers: int | None, constants: tuple[tuple[str, Any], ...]
+) -> Any:
+    run_time = [p.name for p in kernel.params if not p.is_constexpr]
+    numbers = {"rank", "rows", "vectors", "hidden", "tag"}
+    dummies = [0.5 if n in ("eps", "scale", "offset") else 2 if n in numbers else _ADDRESS for n in run_time]
+    with torch.cuda.device(device):
+        compiled = kernel.warmup(
+            *dummies,
+            **dict(constants),
+            grid=(1,),
+            num_warps=warps,
+            maxnreg=registers,
+            launch_pdl=True,
+        )
+        compiled._init_handles()
+    return compiled
+
+
+def plan(
+    name: str,
+    arena: Arena | Alone,
+    rows: int,
+    vectors: int,
+    options: Options,
+    choice: Choice | None = None,
+    wait: bool = True,
+) -> Plan:
+    """The launch of the kernel ``name`` ("split" or "ring") for ``rows`` rows of ``vectors`` vectors.
+
+    choice  warps per block, most blocks of a ring and most registers per thread; None, or None in it: a rule of thumb
+    wait    False: do not wait for peers' data (only for a test that has to see that go wrong)
+    """
+    kernel = getattr(device_code, name)
+    # Never more threads than vectors in a block: Triton would let two threads take, and clear, the same slot.
+    block = max(32, triton.next_power_of_2(vectors))
+    choice = choice or Choice(name)
+    warps = min(choice.warps or 8, block // 32)
+    per_thread = block // (32 * warps)
+    constants = (
+        ("WORLD", arena.world),
+        ("BLOCK", block),
+        ("PACK", min(4, per_thread) if wait else 0),
+        ("SPLIT", SPLIT),
+        ("SLOT_BYTES", SLOT_BYTES),
+        ("KIND", _KINDS[options.dtype]),
+        ("NORM", options.norm),
+        ("WEIGHT", options.weight),
+        ("WIDE_OUT", options.wide_out),
+        ("ROUND", options.round),
+        ("BIAS", options.bias),
+        ("SCALE", options.scale),
+        ("FACTOR", options.factor),
+        ("RESIDUAL", options.residual),
+    )
+    compiled = _compile(kernel, arena.device.index, warps, choice.registers, constants)
+    region = getattr(arena, name)
+    if name == "split":
+        assert rows <= region.size
+        blocks = rows * SPLIT
+    else:
+        blocks = min(rows, region.size, choice.blocks or 2 * _multiprocessors(arena.device.index))
+    values = tuple(value for _, value in constants)
+    return Plan(compiled[(blocks, 1, 1)], values, region.offset, arena.base + region.state, rows, vectors)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+assert STATE_BYTES == 8  # the stride of the state in the kernels
