@@ -47,17 +47,25 @@ class Problem:
         return self.hidden * self.dtype.itemsize
 
 
+def _anything(arena: Arena, problem: Problem) -> str:
+    return ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """One way to compute an operation.
 
     cannot  (arena, problem) -> why it cannot do this problem there; "" if it can. Depends on nothing that differs by rank.
     run     (arena, choice, *the operation's arguments) -> its results
+    prepare (arena, problem) -> why it cannot be made ready for problems up to this one; "" if it is. Collective, not inside
+            a graph capture; only the tuner, benchmarks and a kernel asked for by name call it. Without it ``cannot`` says
+            "not prepared" where a library needs memory of its own.
     """
 
     name: str
     cannot: Callable[[Arena, Problem], str]
     run: Callable[..., Any]
+    prepare: Callable[[Arena, Problem], str] = _anything
 
 
 def _norm_cannot(arena: Arena, problem: Problem) -> str:
@@ -117,8 +125,47 @@ def _nccl_plain(arena: Arena, choice: Choice, input: torch.Tensor) -> torch.Tens
     return torch.ops._c10d_functional.wait_tensor(reduced)
 
 
-def _anything(arena: Arena, problem: Problem) -> str:
-    return ""
+def _flashinfer_cannot(arena: Arena, problem: Problem) -> str:
+    from tpfuse.kernels import flashinfer
+
+    return flashinfer.cannot(arena, problem)
+
+
+def _flashinfer_prepare(arena: Arena, problem: Problem) -> str:
+    from tpfuse.kernels import flashinfer
+
+    return flashinfer.prepare(arena, problem)
+
+
+def _flashinfer(arena: Arena, choice: Choice, *arguments: Any) -> Any:
+    from tpfuse.kernels import flashinfer
+
+    return flashinfer.all_reduce_rms_norm(arena, *arguments)
+
+
+def _symm_mem_cannot(arena: Arena, problem: Problem) -> str:
+    from tpfuse.kernels import symm_mem
+
+    unfit = _norm_cannot(arena, problem) if problem.op == ALL_REDUCE_RMS_NORM else ""
+    return unfit or symm_mem.cannot(arena, problem)
+
+
+def _symm_mem_prepare(arena: Arena, problem: Problem) -> str:
+    from tpfuse.kernels import symm_mem
+
+    return symm_mem.prepare(arena, problem)
+
+
+def _symm_mem(arena: Arena, choice: Choice, *arguments: Any) -> Any:
+    from tpfuse.kernels import symm_mem
+
+    return symm_mem.all_reduce_rms_norm(arena, *arguments)
+
+
+def _symm_mem_plain(arena: Arena, choice: Choice, input: torch.Tensor) -> torch.Tensor:
+    from tpfuse.kernels import symm_mem
+
+    return symm_mem.all_reduce(arena, input)
 
 
 #: Operation -> its candidates by name. ``nccl`` can do everything our kernels' norm can.
@@ -128,6 +175,8 @@ CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {
         for c in (
             Candidate("tpfuse_split", _split_cannot, _split),
             Candidate("tpfuse_ring", _own_cannot, _ring),
+            Candidate("flashinfer", _flashinfer_cannot, _flashinfer, _flashinfer_prepare),
+            Candidate("torch_symm_mem", _symm_mem_cannot, _symm_mem, _symm_mem_prepare),
             Candidate("nccl", _norm_cannot, _nccl),
         )
     },
@@ -135,6 +184,7 @@ CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {
         c.name: c
         for c in (
             Candidate("tpfuse_ring", _own_cannot, _ring_plain),
+            Candidate("torch_symm_mem", _symm_mem_cannot, _symm_mem_plain, _symm_mem_prepare),
             Candidate("nccl", _anything, _nccl_plain),
         )
     },

@@ -40,7 +40,7 @@ class Dispatcher:
         """
         known = CANDIDATES[problem.op]
         if pinned is not None:
-            why = known[pinned].cannot(self.arena, problem) if pinned in known else f"the kernels are {', '.join(known)}"
+            why = _why_not(known[pinned], self.arena, problem) if pinned in known else f"the kernels are {', '.join(known)}"
             if why:
                 raise ConfigError(f"kernel {pinned!r} cannot run {problem.op}: {why}")
             return known[pinned], Choice(pinned)
@@ -77,6 +77,11 @@ class Dispatcher:
             return None
         candidate, choice = found
         return candidate.run(self.arena, choice, input, *arguments)
+
+
+def _why_not(candidate: Candidate, arena: Arena, problem: Problem) -> str:
+    """Why a candidate that was asked for by name cannot do a problem, after what memory it needs has been made."""
+    return candidate.prepare(arena, problem) or candidate.cannot(arena, problem)
 
 
 _dispatchers: weakref.WeakKeyDictionary[dist.ProcessGroup, Dispatcher | str] = weakref.WeakKeyDictionary()

@@ -1,10 +1,11 @@
 """FlashInfer's one-shot and two-shot all-reduce + residual add + RMSNorm (the kernels of TensorRT-LLM), as a candidate.
 
-It works in symmetric memory of its own, made by ``prepare``: collectively, outside graph captures, never freed while the group's
-arena lives (captured graphs hold its addresses). Nothing here runs unless asked for by name or measured to be the fastest.
+It works in symmetric memory of its own, made by ``prepare``: collectively, outside graph captures, never freed while the
+group's arena lives (captured graphs hold its addresses). Nothing here runs unless asked for by name or measured to be the
+fastest.
 
-It adds up in fp32, rounds the sum before the residual is added, and rounds the norm once, after the weight: a model that rounds
-the normalised value before the weight gets a result that differs by that rounding.
+It adds up in fp32, rounds the sum before the residual is added, and rounds the norm once, after the weight: a model that
+rounds the normalised value before the weight gets a result that differs by that rounding.
 
 T  rows (tokens)     D  hidden size
 Source: flashinfer.comm.allreduce_fusion, 0.6.13 and later; the limits below are from reading it.
@@ -71,8 +72,8 @@ def prepare(arena: Arena, problem: Problem) -> str:
         return "not prepared, and a CUDA graph is being captured"
     state = _states.setdefault(arena, _State())
     group = groups.resolve(arena.group_name)
-    elements = min(_MOST_BYTES // (2 * arena.world), max(_LEAST_ELEMENTS, 1 << (problem.rows * problem.hidden - 1).bit_length()))
-    rows = max(1, elements // problem.hidden)
+    elements = max(_LEAST_ELEMENTS, 1 << (problem.rows * problem.hidden - 1).bit_length())
+    rows = max(1, min(elements, _MOST_BYTES // (2 * arena.world)) // problem.hidden)
     version, reason = _load()
     needed = 4 * arena.world * rows * problem.row_bytes  # a buffer, and three that take turns
     free = torch.cuda.mem_get_info(arena.device)[0]
@@ -124,8 +125,8 @@ def all_reduce_rms_norm(
     """The operation of ``tpfuse.ops.all_reduce_rms_norm`` (see there), for problems that ``cannot`` has nothing against.
 
     one_shot  every rank gets all parts (True) or a share of the rows, twice (False); None: by size
-    pdl       programmatic dependent launch; None: where the installed version does it right. True is for benchmarks whose residual
-              is not written by the kernel before
+    pdl       programmatic dependent launch; None: where the installed version does it right. True is for benchmarks whose
+              residual is not written by the kernel before
     """
     assert bias is None and scale is None and scale_tensor is None
     state, hidden = _states[arena], input.shape[-1]

@@ -1,7 +1,7 @@
-"""torch's own symmetric-memory all-reduces, one-shot and two-shot, as a candidate: a copy into symmetric memory, then the kernel.
+"""torch's own symmetric-memory all-reduces, one-shot and two-shot, as a candidate: a copy into symmetric memory first.
 
-The buffer is made by ``prepare``: collectively, outside graph captures, never freed while the group's arena lives. No multicast.
-torch's kernels share one set of signals per group, so all of a group's calls must be on one stream.
+The buffer is made by ``prepare``: collectively, outside graph captures, never freed while the group's arena lives. torch's
+kernels share one set of signals per group, so all of a group's calls must be on one stream. No multicast.
 
 Source: torch.ops.symm_mem (torch 2.11 to 2.14); it rounds at each addition, in rank order.
 """
@@ -99,7 +99,7 @@ def all_reduce_rms_norm(
     arena: Arena, input: torch.Tensor, *arguments: Any, one_shot: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operation of ``tpfuse.ops.all_reduce_rms_norm``: torch's all-reduce, then one kernel of ours for the rest."""
-    return own.rms_norm(arena, _sum(arena, input, one_shot), *arguments)  # type: ignore[arg-type]
+    return own.rms_norm(arena, _sum(arena, input, one_shot), *arguments)
 
 
 def _sum(arena: Arena, input: torch.Tensor, one_shot: bool | None) -> torch.Tensor:

@@ -59,13 +59,13 @@ def _run(
     weight_offset=0.0,
     normed_dtype=None,
     out_dtype=None,
-    kernel=None,
+    kernel_name=None,
 ):
     arguments = (residual, bias, scale, scale_tensor, weight_offset, normed_dtype, out_dtype)
     if input.is_cuda and input.numel():
         found = dispatch.of(group)
         if not isinstance(found, str):
-            results = found.all_reduce_rms_norm(kernel, input, weight, eps, *arguments)
+            results = found.all_reduce_rms_norm(kernel_name, input, weight, eps, *arguments)
             if results is not None:
                 return results
     return reference(input, weight, group, eps, *arguments)
@@ -83,7 +83,7 @@ def _fake(
     weight_offset=0.0,
     normed_dtype=None,
     out_dtype=None,
-    kernel=None,
+    kernel_name=None,
 ):
     total = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     return torch.empty(input.shape, dtype=out_dtype or input.dtype, device=input.device), total
@@ -92,7 +92,7 @@ def _fake(
 OP = library.define(
     f"{NAME}(Tensor input, Tensor? weight, str group, float eps, Tensor? residual=None, Tensor? bias=None, "
     "float? scale=None, Tensor? scale_tensor=None, float weight_offset=0.0, ScalarType? normed_dtype=None, "
-    "ScalarType? out_dtype=None, str? kernel=None) -> (Tensor, Tensor)",
+    "ScalarType? out_dtype=None, str? kernel_name=None) -> (Tensor, Tensor)",
     _run,
     _fake,
 )

@@ -3,7 +3,7 @@
 Every rank pushes its part of a row to every other rank and sums all parts in rank order, in fp32: one trip over the wire,
 and the same bits on all ranks. Two ways to lay rows over blocks:
 
-split  a row over SPLIT blocks, for a few rows. Each block pushes its piece and reads the whole row (the norm needs it), so
+split  a row over four blocks, for a few rows. Each block pushes its piece and reads the whole row (the norm needs it), so
        that no exchange between blocks is needed; it clears the slot of the call before, which all blocks have read.
 ring   a row per block and a ring of SLOTS slots per block, for many rows. A block pushes the next row while it waits for
        this one, and clears a slot once it has read it.
@@ -39,6 +39,7 @@ from tpfuse.kernels.triton.lamport import (
     shift4,
     store16,
     take,
+    take_parts,
 )
 
 SLOTS = tl.constexpr(4)  # per ring; a power of two, so that counters may wrap
@@ -120,17 +121,14 @@ def _load_element(address, KIND: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    lower, upper, residual, weight, at, whole, own, k, bias, factor, normed, total, hidden, eps, scale, offset,
-    KIND: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
-    BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
+def _modify(
+    values, residual, bias, factor, scale, k, mask,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """From the reduced row to its two outputs, which are written where ``own`` says.
-
-    residual, weight: words of this row; at: byte offset of each vector in the matrices; k: its number in the row.
-    """
+    """(lows, highs) of the reduced vectors -> the same after bias, scale and residual. k: number of each vector in the row."""
+    lower, upper = values
     if BIAS:
-        words = load16(bias + k * 16, whole)
+        words = load16(bias + k * 16, mask)
         lower, upper = add4(lower, lows(words, KIND)), add4(upper, highs(words, KIND))
     if SCALE:
         lower, upper = scale4(lower, scale), scale4(upper, scale)
@@ -139,77 +137,126 @@ def _finish(
         lower, upper = scale4(lower, element), scale4(upper, element)
     if RESIDUAL:
         lower, upper = add4(lower, lows(residual, KIND)), add4(upper, highs(residual, KIND))
-    store16(total + at, own, joins(lower, upper, KIND))
-    if NORM:
-        a, b = mul4(lower, lower), mul4(upper, upper)
-        mean = tl.sum((a[0] + b[0]) + (a[1] + b[1]) + (a[2] + b[2]) + (a[3] + b[3])) / hidden
-        root = tl.rsqrt(mean + eps)
-        lower, upper = scale4(lower, root), scale4(upper, root)
-        if ROUND:
-            words = joins(lower, upper, KIND)
-            lower, upper = lows(words, KIND), highs(words, KIND)
-        if WEIGHT != NO_WEIGHT:
-            weight_lower, weight_upper = _widen_weight(weight, offset, KIND, WEIGHT)
-            lower, upper = mul4(lower, weight_lower), mul4(upper, weight_upper)
-        if WIDE_OUT:
-            store16(normed + at * 2, own, joins((lower[0], upper[0], lower[1], upper[1]), lower, FP32))
-            store16(normed + at * 2 + 16, own, joins((lower[2], upper[2], lower[3], upper[3]), lower, FP32))
-        else:
-            store16(normed + at, own, joins(lower, upper, KIND))
+    return lower, upper
+
+
+@triton.jit
+def _squares(values):
+    """Sum of the squares of a vector's elements, per vector."""
+    a, b = mul4(values[0], values[0]), mul4(values[1], values[1])
+    return (a[0] + b[0]) + (a[1] + b[1]) + (a[2] + b[2]) + (a[3] + b[3])
+
+
+@triton.jit
+def _normalize(
+    values, root, weight, offset, normed, at, mask,
+    KIND: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Store values * root * (weight + offset). weight: its words; at: byte offset of each vector in a matrix like the input."""
+    lower, upper = scale4(values[0], root), scale4(values[1], root)
+    if ROUND:
+        words = joins(lower, upper, KIND)
+        lower, upper = lows(words, KIND), highs(words, KIND)
+    if WEIGHT != NO_WEIGHT:
+        weight_lower, weight_upper = _widen_weight(weight, offset, KIND, WEIGHT)
+        lower, upper = mul4(lower, weight_lower), mul4(upper, weight_upper)
+    if WIDE_OUT:
+        store16(normed + at * 2, mask, joins((lower[0], upper[0], lower[1], upper[1]), lower, FP32))
+        store16(normed + at * 2 + 16, mask, joins((lower[2], upper[2], lower[3], upper[3]), lower, FP32))
+    else:
+        store16(normed + at, mask, joins(lower, upper, KIND))
+
+
+@triton.jit
+def _sum_parts(
+    x, slots, masks, control, tag, epoch, rank,
+    WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr, PACK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """``_sum`` of the four parts of a row, which wait together."""
+    WAIT: tl.constexpr = PACK > 0
+    if WORLD == 2:
+        v = take_parts(slots, masks, control, tag, epoch, WAIT)
+        return (
+            (add4(lows(x[0], KIND), lows(v[0], KIND)), add4(highs(x[0], KIND), highs(v[0], KIND))),
+            (add4(lows(x[1], KIND), lows(v[1], KIND)), add4(highs(x[1], KIND), highs(v[1], KIND))),
+            (add4(lows(x[2], KIND), lows(v[2], KIND)), add4(highs(x[2], KIND), highs(v[2], KIND))),
+            (add4(lows(x[3], KIND), lows(v[3], KIND)), add4(highs(x[3], KIND), highs(v[3], KIND))),
+        )
+    else:
+        return (
+            _sum(x[0], slots[0], masks[0], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
+            _sum(x[1], slots[1], masks[1], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
+            _sum(x[2], slots[2], masks[2], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
+            _sum(x[3], slots[3], masks[3], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
+        )
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def split(
-    input, residual, bias, weight, factor, normed, total, peers, region, state, control, rank, rows, vectors, hidden,
-    all_vectors, tag, eps, scale, offset,
-    WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr, SLOT_BYTES: tl.constexpr,
+    input, residual, bias, weight, factor, normed, total, peers, region, state, control, rank, rows, vectors, hidden, all_vectors,
+    tag, eps, scale, offset,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
     BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT blocks per row. A block's state: {calls it took part in, vectors per piece in the last of them}."""
+    """Four blocks per row, BLOCK vectors per part. A block's state: {calls it took part in, vectors per part in the last}.
+
+    A block's own part comes first everywhere: it is pushed before anything else is loaded, and it alone is written.
+    """
     pid = tl.program_id(0)
     tag += pid * 65536
-    row, piece = pid // SPLIT, pid % SPLIT
-    k = tl.arange(0, BLOCK)
-    per = (vectors + SPLIT - 1) // SPLIT
-    part = k * 0
-    for i in tl.static_range(1, SPLIT):
-        part += (k >= i * per).to(tl.int32)
-    place = (part * (SLOT_BYTES // 16 // SPLIT) + k - part * per) * 16
-    whole = (k < vectors).to(tl.int32)
-    own = whole * (part == piece).to(tl.int32)
-    at = (row.to(tl.int64) * vectors + k) * 16
+    row, piece = pid // 4, pid % 4
+    j = tl.arange(0, BLOCK)
+    per = (vectors + 3) // 4
+    p = piece, (piece + 1) % 4, (piece + 2) % 4, (piece + 3) % 4
+    k = p[0] * per + j, p[1] * per + j, p[2] * per + j, p[3] * per + j
+    inside = j < per
+    m = (
+        (inside & (k[0] < vectors)).to(tl.int32),
+        (inside & (k[1] < vectors)).to(tl.int32),
+        (inside & (k[2] < vectors)).to(tl.int32),
+        (inside & (k[3] < vectors)).to(tl.int32),
+    )
+    start = row.to(tl.int64) * vectors
+    at = (start + k[0]) * 16, (start + k[1]) * 16, (start + k[2]) * 16, (start + k[3]) * 16
     SOURCES: tl.constexpr = WORLD - 1
+    PART: tl.constexpr = SLOT_BYTES // 4
     first = load_address(peers + (rank + 1) % WORLD * 8)
-    row_slots = load_address(peers + rank * 8) + region + row.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES)
+    slots = load_address(peers + rank * 8) + region + row.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + j * 16
     state += pid.to(tl.int64) * 8
     gdc_wait()
     gdc_launch_dependents()
     dead = load_word(control)
     epoch, before = load_word(state), load_word(state + 4)
-    x = sendable(load16(input + at, whole))
-    slot = epoch & (SLOTS - 1)
-    _push_to_all(place, own * (1 - dead), x, peers, first, rank, region, row * SLOTS + slot, WORLD, SLOT_BYTES)
+    x0 = sendable(load16(input + at[0], m[0]))
+    index = row * SLOTS + (epoch & (SLOTS - 1))
+    _push_to_all(piece * PART + j * 16, m[0] * (1 - dead), x0, peers, first, rank, region, index, WORLD, SLOT_BYTES)
+    x = x0, sendable(load16(input + at[1], m[1])), sendable(load16(input + at[2], m[2])), sendable(load16(input + at[3], m[3]))
     if RESIDUAL:
-        r = load16(residual + at, whole)
+        r = load16(residual + at[0], m[0]), load16(residual + at[1], m[1]), load16(residual + at[2], m[2]), load16(residual + at[3], m[3])
     else:
         r = x
     if WEIGHT != NO_WEIGHT:
-        w = _load_weight(weight, k, own, WEIGHT)
+        w = _load_weight(weight, k[0], m[0], WEIGHT)
     else:
-        w = x, x
-    old = row_slots + ((epoch + SLOTS - 1) & (SLOTS - 1)) * (SOURCES * SLOT_BYTES) + piece * (SLOT_BYTES // SPLIT)
+        w = x0, x0
+    old = slots + ((epoch + SLOTS - 1) & (SLOTS - 1)) * (SOURCES * SLOT_BYTES) + piece * PART
     for done in range(0, before, BLOCK):
         for source in tl.static_range(SOURCES):
-            clear(old + source * SLOT_BYTES + (done + k) * 16, (done + k < before).to(tl.int32))
-    mine = row_slots + slot * (SOURCES * SLOT_BYTES) + place
-    lower, upper = _sum(x, mine, whole * (1 + dead), control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KIND)
-    _finish(
-        lower, upper, r, w, at, whole, own, k, bias, factor, normed, total, hidden, eps, scale, offset,
-        KIND, NORM, WEIGHT, WIDE_OUT, ROUND, BIAS, SCALE, FACTOR, RESIDUAL,
-    )  # fmt: skip
-    if not NORM:
-        tl.debug_barrier()  # every warp has read the state; the norm's sum has seen to it otherwise
+            clear(old + source * SLOT_BYTES + done * 16, (done + j < before).to(tl.int32))
+    now = slots + (epoch & (SLOTS - 1)) * (SOURCES * SLOT_BYTES)
+    places = now + p[0] * PART, now + p[1] * PART, now + p[2] * PART, now + p[3] * PART
+    masks = m[0] * (1 + dead), m[1] * (1 + dead), m[2] * (1 + dead), m[3] * (1 + dead)
+    y = _sum_parts(x, places, masks, control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KIND)
+    y0 = _modify(y[0], r[0], bias, factor, scale, k[0], m[0], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    y1 = _modify(y[1], r[1], bias, factor, scale, k[1], m[1], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    y2 = _modify(y[2], r[2], bias, factor, scale, k[2], m[2], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    y3 = _modify(y[3], r[3], bias, factor, scale, k[3], m[3], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    store16(total + at[0], m[0], joins(y0[0], y0[1], KIND))
+    # So paired, the sum is the same bits whichever part is the block's own.
+    squares = tl.sum((_squares(y0) + _squares(y2)) + (_squares(y1) + _squares(y3)))
+    root = tl.rsqrt(squares / hidden + eps)
+    _normalize(y0, root, w, offset, normed, at[0], m[0], KIND, WEIGHT, WIDE_OUT, ROUND)
     tl.store(state.to(tl.pointer_type(tl.int32)), epoch + 1)
     tl.store((state + 4).to(tl.pointer_type(tl.int32)), per)
 
@@ -218,7 +265,7 @@ def split(
 def ring(
     input, residual, bias, weight, factor, normed, total, peers, region, state, control, rank, rows, vectors, hidden,
     all_vectors, tag, eps, scale, offset,
-    WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr, SLOT_BYTES: tl.constexpr,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
     BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -267,13 +314,14 @@ def ring(
         slot = (epoch + 1) & (SLOTS - 1)
         _push_to_all(k * 16, after * (1 - dead), y, peers, first, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
         arrived = mine + (epoch & (SLOTS - 1)) * (SOURCES * SLOT_BYTES)
-        lower, upper = _sum(x, arrived, inside * (1 + dead), control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KIND)
+        values = _sum(x, arrived, inside * (1 + dead), control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KIND)
         for source in tl.static_range(SOURCES):
             clear(arrived + source * SLOT_BYTES, inside * (1 - dead))
-        _finish(
-            lower, upper, r, w, at, inside, inside, k, bias, factor, normed, total, hidden, eps, scale, offset,
-            KIND, NORM, WEIGHT, WIDE_OUT, ROUND, BIAS, SCALE, FACTOR, RESIDUAL,
-        )  # fmt: skip
+        values = _modify(values, r, bias, factor, scale, k, inside, KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+        store16(total + at, inside, joins(values[0], values[1], KIND))
+        if NORM:
+            root = tl.rsqrt(tl.sum(_squares(values)) / hidden + eps)
+            _normalize(values, root, w, offset, normed, at, inside, KIND, WEIGHT, WIDE_OUT, ROUND)
         x, inside, epoch = y, after, epoch + 1
     if not NORM:
         tl.debug_barrier()

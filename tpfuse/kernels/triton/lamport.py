@@ -19,14 +19,20 @@ BF16, FP16, FP32 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SENTINEL = 0x80008000
 _POISON = "0x7fc07fc0"  # NaN as fp32, and twice NaN as bf16 and as fp16
 _WORDS = (tl.int32, tl.int32, tl.int32, tl.int32)
-WORDS = tl.constexpr(_WORDS)
+WORDS, SIXTEEN_WORDS = tl.constexpr(_WORDS), tl.constexpr(4 * _WORDS)
 
 
-def _take_ptx(pack: int, wait: bool) -> tuple[str, str]:
-    """PTX and constraints of a spin over ``pack`` vectors per thread; operands: address, mask, control, tag, epoch."""
-    out = lambda j, k: f"${k * pack + j}"  # noqa: E731
-    operand = lambda i, j=0: f"${(4 + i) * pack + j}"  # noqa: E731
-    vectors, words = range(pack), range(4)
+def _take_ptx(count: int, stride: int, wait: bool = True) -> tuple[tl.constexpr, tl.constexpr]:
+    """PTX and constraints of a spin over ``count`` vectors of a thread; operands: addresses, masks, control, tag, epoch.
+
+    stride  1: the vectors are elements of one tensor (an operand's elements follow each other, and so do a word's); 4: they
+            are of ``count`` tensors (a vector's words follow each other), and control, tag and epoch are there once
+    """
+    elements = stride == 1
+    vectors, words = range(count), range(4)
+    out = lambda j, k: f"${k * count + j}" if elements else f"${4 * j + k}"  # noqa: E731
+    address, mask = (lambda j: f"${4 * count + j}"), (lambda j: f"${5 * count + j}")
+    control, tag, epoch = (f"${6 * count + i * (count if elements else 1)}" for i in range(3))
     vector = lambda j: "{" + ", ".join(out(j, k) for k in words) + "}"  # noqa: E731
     lines = [
         "{ .reg .pred q, x; .reg .b32 turns, low; .reg .b64 start, now, limit, record;",
@@ -34,11 +40,11 @@ def _take_ptx(pack: int, wait: bool) -> tuple[str, str]:
         "mov.b32 turns, 0; mov.b64 start, 0;",
     ]
     for j in vectors:
-        lines.append(f"setp.eq.b32 q, {operand(1, j)}, 2; selp.b32 low, {_POISON}, 0, q;")
+        lines.append(f"setp.eq.b32 q, {mask(j)}, 2; selp.b32 low, {_POISON}, 0, q;")
         lines += [f"mov.b32 {out(j, k)}, low;" for k in words]
-        lines.append(f"setp.eq.b32 take{j}, {operand(1, j)}, 1;")
+        lines.append(f"setp.eq.b32 take{j}, {mask(j)}, 1;")
     lines.append("spin:")
-    lines += [f"@take{j} ld.relaxed.sys.global.v4.b32 {vector(j)}, [{operand(0, j)}];" for j in vectors]
+    lines += [f"@take{j} ld.relaxed.sys.global.v4.b32 {vector(j)}, [{address(j)}];" for j in vectors]
     if wait:
         lines.append("setp.ne.b32 q, 0, 0;")
         lines += [f"setp.eq.or.b32 q, {out(j, k)}, {SENTINEL:#x}, q;" for j in vectors for k in words]
@@ -46,47 +52,53 @@ def _take_ptx(pack: int, wait: bool) -> tuple[str, str]:
             "@!q bra done;",
             "add.u32 turns, turns, 1; and.b32 low, turns, 1023; setp.ne.b32 x, low, 0; @x bra spin;",
             "mov.u64 now, %globaltimer; setp.eq.b64 x, start, 0; @x mov.b64 start, now;",
-            f"ld.relaxed.sys.global.b32 low, [{operand(2)}]; setp.ne.b32 x, low, 0; @x bra poison;",
-            f"ld.relaxed.sys.global.b64 limit, [{operand(2)}+8]; sub.u64 now, now, start;",
+            f"ld.relaxed.sys.global.b32 low, [{control}]; setp.ne.b32 x, low, 0; @x bra poison;",
+            f"ld.relaxed.sys.global.b64 limit, [{control}+8]; sub.u64 now, now, start;",
             "setp.lt.u64 x, now, limit; @x bra spin;",
-            f"ld.relaxed.sys.global.b64 record, [{operand(2)}+16]; mov.b32 turns, 1; mov.b32 low, 0;",
-            f"st.relaxed.sys.global.v4.b32 [record], {{turns, {operand(3)}, {operand(4)}, low}};",
-            f"st.relaxed.sys.global.b32 [{operand(2)}], turns;",
+            f"ld.relaxed.sys.global.b64 record, [{control}+16]; mov.b32 turns, 1; mov.b32 low, 0;",
+            f"st.relaxed.sys.global.v4.b32 [record], {{turns, {tag}, {epoch}, low}};",
+            f"st.relaxed.sys.global.b32 [{control}], turns;",
             "poison:",
         ]
         lines += [f"@take{j} mov.b32 {out(j, k)}, {_POISON};" for j in vectors for k in words]
         lines.append("done:")
     lines.append("}")
-    constraints = ["=&r"] * 4 * pack + [c for c in "lrlrr" for _ in vectors]
-    return "\n".join(lines), ",".join(constraints)
+    repeats = count if elements else 1
+    constraints = ["=&r"] * 4 * count + ["l"] * count + ["r"] * count + [c for c in "lrr" for _ in range(repeats)]
+    return tl.constexpr("\n".join(lines)), tl.constexpr(",".join(constraints))
 
 
-_TAKE = {(pack, wait): tuple(map(tl.constexpr, _take_ptx(pack, wait))) for pack in (1, 2, 4) for wait in (False, True)}
-_PTX_1, _LIST_1 = _TAKE[1, True]
-_PTX_2, _LIST_2 = _TAKE[2, True]
-_PTX_4, _LIST_4 = _TAKE[4, True]
-_PTX_0, _LIST_0 = _TAKE[1, False]
+_PTX_0, _LIST_0 = _take_ptx(1, 1, wait=False)
+_PTX_1, _LIST_1 = _take_ptx(1, 1)
+_PTX_2, _LIST_2 = _take_ptx(2, 1)
+_PTX_4, _LIST_4 = _take_ptx(4, 1)
+_PTX_PARTS, _LIST_PARTS = _take_ptx(4, 4)
+_PTX_PARTS_0, _LIST_PARTS_0 = _take_ptx(4, 4, wait=False)
 
 
 @triton.jit
 def take(address, mask, control, tag, epoch, PACK: tl.constexpr):
     """Spin until a peer's 16 bytes have arrived. PACK vectors of a thread wait together; 0: do not wait (for a test)."""
+    arguments = [address, mask, control, tag, epoch]
     if PACK == 0:
-        return tl.inline_asm_elementwise(
-            _PTX_0, _LIST_0, [address, mask, control, tag, epoch], WORDS, is_pure=False, pack=1
-        )
+        return tl.inline_asm_elementwise(_PTX_0, _LIST_0, arguments, WORDS, is_pure=False, pack=1)
     elif PACK == 1:
-        return tl.inline_asm_elementwise(
-            _PTX_1, _LIST_1, [address, mask, control, tag, epoch], WORDS, is_pure=False, pack=1
-        )
+        return tl.inline_asm_elementwise(_PTX_1, _LIST_1, arguments, WORDS, is_pure=False, pack=1)
     elif PACK == 2:
-        return tl.inline_asm_elementwise(
-            _PTX_2, _LIST_2, [address, mask, control, tag, epoch], WORDS, is_pure=False, pack=2
-        )
+        return tl.inline_asm_elementwise(_PTX_2, _LIST_2, arguments, WORDS, is_pure=False, pack=2)
     else:
-        return tl.inline_asm_elementwise(
-            _PTX_4, _LIST_4, [address, mask, control, tag, epoch], WORDS, is_pure=False, pack=4
-        )
+        return tl.inline_asm_elementwise(_PTX_4, _LIST_4, arguments, WORDS, is_pure=False, pack=4)
+
+
+@triton.jit
+def take_parts(a, m, control, tag, epoch, WAIT: tl.constexpr):
+    """``take`` of the four parts of a row together: four addresses and masks, four times four words."""
+    arguments = [a[0], a[1], a[2], a[3], m[0], m[1], m[2], m[3], control, tag, epoch]
+    if WAIT:
+        w = tl.inline_asm_elementwise(_PTX_PARTS, _LIST_PARTS, arguments, SIXTEEN_WORDS, is_pure=False, pack=1)
+    else:
+        w = tl.inline_asm_elementwise(_PTX_PARTS_0, _LIST_PARTS_0, arguments, SIXTEEN_WORDS, is_pure=False, pack=1)
+    return (w[0], w[1], w[2], w[3]), (w[4], w[5], w[6], w[7]), (w[8], w[9], w[10], w[11]), (w[12], w[13], w[14], w[15])
 
 
 @triton.jit

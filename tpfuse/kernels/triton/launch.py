@@ -88,7 +88,8 @@ def plan(
     """
     kernel = getattr(device_code, name)
     # Never more threads than vectors in a block: Triton would let two threads take, and clear, the same slot.
-    block = max(32, triton.next_power_of_2(vectors))
+    parts = SPLIT if name == "split" else 1
+    block = max(32, triton.next_power_of_2(-(-vectors // parts)))
     choice = choice or Choice(name)
     warps = min(choice.warps or 8, block // 32)
     per_thread = block // (32 * warps)
@@ -96,7 +97,6 @@ def plan(
         ("WORLD", arena.world),
         ("BLOCK", block),
         ("PACK", min(4, per_thread) if wait else 0),
-        ("SPLIT", SPLIT),
         ("SLOT_BYTES", SLOT_BYTES),
         ("KIND", _KINDS[options.dtype]),
         ("NORM", options.norm),
@@ -124,4 +124,4 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-assert STATE_BYTES == 8  # the stride of the state in the kernels
+assert STATE_BYTES == 8 and SPLIT == 4  # as the kernels have them
