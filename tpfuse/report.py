@@ -27,7 +27,8 @@ class Site:
     where    module path ("model.layers.0.self_attn.o_proj") or file:line
     op       what stands there: "all_reduce", or a norm that no all-reduce could be fused with
     group    name of the process group, empty for norms
-    kernel   what runs in its place: a kernel's name, "reference" on the CPU, empty if skipped
+    kernel   what runs there: kernels' names (the size of a call decides), "reference" on the CPU; for a skipped all-reduce,
+             what does it instead of NCCL; else empty
     variant  range of row counts that this decision holds for ("all", "rows<256", ...)
     """
 
@@ -99,7 +100,8 @@ def _table(report: Report) -> list[str]:
     rows: dict[tuple[str, ...], set[str]] = {}
     for s in report.sites:
         where, reason = (re.sub(r"\.\d+(?=[.#]|$)", ".*", text) for text in (s.where, s.reason))
-        rows.setdefault((where, s.op, s.outcome, s.kernel or reason, s.group, s.variant), set()).add(s.where)
+        told = "; by ".join(text for text in (reason, s.kernel) if text)
+        rows.setdefault((where, s.op, s.outcome, told, s.group, s.variant), set()).add(s.where)
     head = ("where", "op", "outcome", "kernel or reason", "group", "rows", "sites")
     cells = [head, *((*row, str(len(wheres))) for row, wheres in rows.items())]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]

@@ -33,7 +33,7 @@ MAX_RING_BLOCKS = 512
 STATE_BYTES = 8
 DEFAULT_BYTES = 64 << 20
 SUBJECT = "making the arena"
-_HEADER_BYTES = 16 << 10
+HEADER_BYTES = 16 << 10
 _RECORD_WORDS = 4
 
 
@@ -74,7 +74,7 @@ class Arena:
 
         self.group_name, self.rank, self.world = group.group_name, group.rank(), group.size()
         self.device, self.bytes = device, size
-        self.split, self.ring = _layout(size, self.world)
+        self.split, self.ring = layout(size, self.world)
         self._group = weakref.ref(group)
         self._memory = _SymmetricMemory.empty_strided_p2p((size // 4,), (1,), torch.int32, device)
         self._record = torch.zeros(_RECORD_WORDS, dtype=torch.int32).pin_memory()
@@ -100,8 +100,8 @@ class Arena:
             self._handle: Any = _SymmetricMemory.rendezvous(self._memory, name)
         finally:
             _unregister_process_group(name)  # type: ignore[arg-type,unused-ignore]
-        self._memory[: _HEADER_BYTES // 4].zero_()
-        self._memory[_HEADER_BYTES // 4 :].fill_(SENTINEL)
+        self._memory[: HEADER_BYTES // 4].zero_()
+        self._memory[HEADER_BYTES // 4 :].fill_(SENTINEL)
         self.peers = int(self._handle.buffer_ptrs_dev)
         self.base = int(self._handle.buffer_ptrs[self.rank])
         self.control = self._control.data_ptr()
@@ -238,17 +238,17 @@ def _mismatch(everybody: list[dict[str, str]]) -> str:
     return ""
 
 
-def _layout(size: int, world: int) -> tuple[Region, Region]:
+def layout(size: int, world: int) -> tuple[Region, Region]:
     """The regions of an arena. Raises ValueError: too small for one block."""
     block = SLOTS * (world - 1) * SLOT_BYTES
-    rows = min(MAX_SPLIT_ROWS, (size - _HEADER_BYTES) // (4 * block))
-    blocks = min(MAX_RING_BLOCKS, (size - _HEADER_BYTES - rows * block) // block)
+    rows = min(MAX_SPLIT_ROWS, (size - HEADER_BYTES) // (4 * block))
+    blocks = min(MAX_RING_BLOCKS, (size - HEADER_BYTES - rows * block) // block)
     if rows < 1 or blocks < 1:
         raise ValueError(
-            f"an arena of {size} bytes is too small for {world} ranks: {_HEADER_BYTES + 5 * block} are the least"
+            f"an arena of {size} bytes is too small for {world} ranks: {HEADER_BYTES + 5 * block} are the least"
         )
-    ring = _HEADER_BYTES + rows * block
-    return Region(_HEADER_BYTES, rows, 0), Region(ring, blocks, MAX_SPLIT_ROWS * SPLIT * STATE_BYTES)
+    ring = HEADER_BYTES + rows * block
+    return Region(HEADER_BYTES, rows, 0), Region(ring, blocks, MAX_SPLIT_ROWS * SPLIT * STATE_BYTES)
 
 
 def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from torch.fx import Graph
@@ -34,7 +35,7 @@ class Context:
         self.rewrites = 0
         self.look_alikes: dict[Node, tuple[str, str]] = {}  # what a look-alike normalises -> (op, reason)
         self._recorder, self._places = recorder, places
-        self._decisions: list[tuple[int, Site]] = []
+        self._decisions: list[tuple[Node, Site]] = []
 
     def locate(self, graph: Graph) -> None:
         """Note where every node stands, in the graph and in the model, before anything moves."""
@@ -60,9 +61,15 @@ class Context:
         """Leave a decision about the place (or places) where ``node`` stands."""
         for place in node.meta.get(WHERE) or self._places.of(node):
             site = Site(fusion, outcome, reason, place, op, group, kernel, self.variant)
-            self._decisions.append((node.meta[ORDER], site))
+            self._decisions.append((node, site))
+
+    def amend(self, node: Node, *, kernel: str) -> None:
+        """Add to what was decided about ``node``: it stays an all-reduce, but ``kernel`` runs it."""
+        for index, (decided, site) in enumerate(self._decisions):
+            if decided is node:
+                self._decisions[index] = node, dataclasses.replace(site, kernel=kernel)
 
     def publish(self) -> None:
         """Hand the decisions to the report, in the order of the graph."""
-        for _, site in sorted(self._decisions, key=lambda decision: decision[0]):
+        for _, site in sorted(self._decisions, key=lambda decision: decision[0].meta[ORDER]):
             self._recorder.site(site)

@@ -3,6 +3,7 @@
 raise   first: fusions only know canonical norms
 merge   before fusing: two all-reduces that meet in a sum are one site
 fuse    takes canonical nodes, one pass per fusion
+plain   after fusing: an all-reduce that no fusion took is still one
 lower   last: what nobody took becomes what it was
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from torch.fx import Graph, GraphModule
 
 from tpfuse.config import FUSION_LEVELS
-from tpfuse.graph import all_reduce_rms_norm, lower, merge_all_reduces, raise_
+from tpfuse.graph import all_reduce, all_reduce_rms_norm, lower, merge_all_reduces, raise_
 from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.nodes import ALL_REDUCE, OTHER_ALL_REDUCES, is_call, value
 
@@ -21,6 +22,7 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     merge_all_reduces.run,
     raise_.run,
     all_reduce_rms_norm.run,
+    all_reduce.run,
     lower.run,
 )
 

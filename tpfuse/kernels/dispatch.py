@@ -18,7 +18,7 @@ from tpfuse import tables
 from tpfuse.comm import agreement, arena, groups
 from tpfuse.comm.arena import Arena
 from tpfuse.errors import ConfigError
-from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, CANDIDATES, Candidate, Problem
+from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, CANDIDATES, Candidate, Problem
 from tpfuse.tables import Choice, Machine, Table
 
 _MOST_CHOICES = 4096
@@ -50,6 +50,22 @@ class Dispatcher:
                 return known[each.candidate], each
         return None
 
+    def all_reduce(self, kernel: str | None, input: torch.Tensor) -> torch.Tensor:
+        """Run the plain all-reduce of at least one element."""
+        key = (input.numel(), input.dtype, kernel)
+        found = self._chosen.get(key)
+        if found is None:
+            found = self._remember(key, self.choose(Problem(ALL_REDUCE, 1, input.numel(), input.dtype), kernel))
+            assert found is not None  # NCCL can do everything
+        candidate, choice = found
+        return candidate.run(self.arena, choice, input)
+
+    def _remember(self, key: tuple, found: tuple[Candidate, Choice] | None) -> tuple[Candidate, Choice] | None:
+        if len(self._chosen) >= _MOST_CHOICES:
+            self._chosen.clear()
+        self._chosen[key] = found
+        return found
+
     def _by_rule(self, problem: Problem) -> Choice:
         """Without a table: our kernels while every rank sends little, NCCL above."""
         message = problem.rows * problem.row_bytes * (self.arena.world - 1)
@@ -70,9 +86,7 @@ class Dispatcher:
                 ALL_REDUCE_RMS_NORM, input.numel() // hidden, hidden, input.dtype,
                 weight_dtype, normed_dtype, out_dtype, offset, modified, residual is not None,
             )  # fmt: skip
-            if len(self._chosen) >= _MOST_CHOICES:
-                self._chosen.clear()
-            found = self._chosen[key] = self.choose(problem, kernel)
+            found = self._remember(key, self.choose(problem, kernel))
         if found is None:
             return None
         candidate, choice = found
@@ -116,6 +130,19 @@ def obstacle(op: str, group_name: str, device_type: str) -> str:
         return f"no kernel for {device_type} in this version"
     found = of(group_name)
     return found if isinstance(found, str) else ""
+
+
+def plain_kernel(op: str, group_name: str, device_type: str, message_bytes: int | None) -> str:
+    """What runs a plain all-reduce of that size (None: of any) instead of NCCL; "" where nothing is measured faster."""
+    found = of(group_name) if device_type == "cuda" else ""
+    if isinstance(found, str) or found.table is None:
+        return ""
+    if message_bytes is None:
+        chosen = found.table.candidates(op)
+    else:
+        choice = found.table.choose(op, 1, max(1, message_bytes))
+        chosen = () if choice is None else (choice.candidate,)
+    return "/".join(name for name in chosen if name in CANDIDATES[op] and name != "nccl")
 
 
 def names(op: str, group_name: str, device_type: str) -> str:

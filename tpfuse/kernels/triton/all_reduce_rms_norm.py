@@ -125,7 +125,7 @@ def _modify(
     values, residual, bias, factor, scale, k, mask,
     KIND: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """(lows, highs) of the reduced vectors -> the same after bias, scale and residual. k: number of each vector in the row."""
+    """(lows, highs) of the reduced vectors -> the same after bias, scale and residual. k: their numbers in the row."""
     lower, upper = values
     if BIAS:
         words = load16(bias + k * 16, mask)
@@ -152,7 +152,7 @@ def _normalize(
     values, root, weight, offset, normed, at, mask,
     KIND: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Store values * root * (weight + offset). weight: its words; at: byte offset of each vector in a matrix like the input."""
+    """Store values * root * (weight + offset). weight: its words; at: byte offsets in a matrix like the input."""
     lower, upper = scale4(values[0], root), scale4(values[1], root)
     if ROUND:
         words = joins(lower, upper, KIND)
@@ -193,8 +193,8 @@ def _sum_parts(
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def split(
-    input, residual, bias, weight, factor, normed, total, peers, region, state, control, rank, rows, vectors, hidden, all_vectors,
-    tag, eps, scale, offset,
+    input, residual, bias, weight, factor, normed, total, peers, region, state, control,
+    rank, rows, vectors, hidden, all_vectors, tag, eps, scale, offset,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
     BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -231,9 +231,19 @@ def split(
     x0 = sendable(load16(input + at[0], m[0]))
     index = row * SLOTS + (epoch & (SLOTS - 1))
     _push_to_all(piece * PART + j * 16, m[0] * (1 - dead), x0, peers, first, rank, region, index, WORLD, SLOT_BYTES)
-    x = x0, sendable(load16(input + at[1], m[1])), sendable(load16(input + at[2], m[2])), sendable(load16(input + at[3], m[3]))
+    x = (
+        x0,
+        sendable(load16(input + at[1], m[1])),
+        sendable(load16(input + at[2], m[2])),
+        sendable(load16(input + at[3], m[3])),
+    )
     if RESIDUAL:
-        r = load16(residual + at[0], m[0]), load16(residual + at[1], m[1]), load16(residual + at[2], m[2]), load16(residual + at[3], m[3])
+        r = (
+            load16(residual + at[0], m[0]),
+            load16(residual + at[1], m[1]),
+            load16(residual + at[2], m[2]),
+            load16(residual + at[3], m[3]),
+        )
     else:
         r = x
     if WEIGHT != NO_WEIGHT:

@@ -1,0 +1,59 @@
+"""``tpfuse::all_reduce``: the sum over a group where no norm follows, by whatever is fastest for its size."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.groups import group_name
+from tpfuse.kernels import dispatch
+from tpfuse.ops import library
+
+NAME = "all_reduce"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def reference(input: torch.Tensor, group: str) -> torch.Tensor:
+    """What the operation means, as functional collectives."""
+    if not input.numel():  # the same on every rank, so there is nothing to exchange
+        return input.clone(memory_format=torch.contiguous_format)
+    reduced = torch.ops._c10d_functional.all_reduce(input.contiguous(), "sum", group)
+    return torch.ops._c10d_functional.wait_tensor(reduced)
+
+
+def _run(input, group, kernel_name=None):
+    if input.is_cuda and input.numel():
+        found = dispatch.of(group)
+        if not isinstance(found, str):
+            return found.all_reduce(kernel_name, input)
+    return reference(input, group)
+
+
+def _fake(input, group, kernel_name=None):
+    return torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+
+OP = library.define(f"{NAME}(Tensor input, str group, str? kernel_name=None) -> Tensor", _run, _fake)
+
+
+def all_reduce(input: torch.Tensor, *, group: dist.ProcessGroup | str, kernel: str | None = None) -> torch.Tensor:
+    """Sum over the ranks of a group, out of place.
+
+        y = input.clone(); dist.all_reduce(y, group=group); return y
+
+    input    [...]  bf16, fp16 or fp32, a partial sum on each rank
+    group    process group, or its name
+    kernel   name of the kernel to use on CUDA, None: the one that is measured fastest for this size
+    returns  [...]  contiguous, replicated, never an alias of the input
+
+    Our own kernels accumulate in fp32 and rank order, so that all ranks get the same bits; NCCL may round at each step.
+    Collective: every rank of the group calls it with the same shape. Safe in CUDA graphs after one call outside a capture.
+    Has no backward. Without an arena (no peer-to-peer memory), and on the CPU, it is the functional collective.
+    Raises ValueError: another dtype, or an input that requires gradients; ConfigError: ``kernel`` cannot do this;
+    PeerTimeoutError: a rank did not answer within the process group's time-out.
+    """
+    if input.dtype not in DTYPES:
+        raise ValueError(f"all_reduce: input must be bf16, fp16 or fp32, got {input.dtype} {list(input.shape)}")
+    if torch.is_grad_enabled() and input.requires_grad:
+        raise ValueError("all_reduce has no backward yet: call it under torch.no_grad()")
+    return OP(input, group_name(group), kernel)
