@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 from tpfuse.version import __version__
 
-USAGE = """usage: tpfuse [--version] [--help] demo ...
+USAGE = """usage: tpfuse [--version] [--help] demo|tune ...
 
   demo [--nproc-per-node N] ...  compare a tensor-parallel model before and after tpfuse.apply on N ranks (default: 2)
                                  of this machine; 'tpfuse demo --help' lists the other options
+  tune [--nproc-per-node N] ...  measure which kernel is the fastest for which size on N GPUs (default: all) of this
+                                 machine, and keep the answer; 'tpfuse tune --help' lists the other options
 """
 
 
@@ -26,17 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "--version":
         print(f"tpfuse {__version__}")
         return 0
-    if command == "demo":
-        return _demo(rest)
-    print(f"{USAGE}\ntpfuse: unknown command {command!r}; the only one is 'demo'", file=sys.stderr)
+    commands = {"demo": _demo, "tune": _tune}
+    if command in commands:
+        return commands[command](rest)
+    known = " and ".join(map(repr, commands))
+    print(f"{USAGE}\ntpfuse: unknown command {command!r}; there are {known}", file=sys.stderr)
     return 2
 
 
 def _demo(args: list[str]) -> int:
     """Check the arguments here, where an error is one line, then start the ranks."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     from tpfuse import demo
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -45,10 +46,40 @@ def _demo(args: list[str]) -> int:
     )
     demo.parse(args, prog="tpfuse demo", parents=[parser])
     launch, rest = parser.parse_known_args(args)
+    return _start_ranks("tpfuse.demo", launch.nproc_per_node, rest)
+
+
+def _tune(args: list[str]) -> int:
+    import torch
+
+    from tpfuse.tuner import arguments, job
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "--nproc-per-node",
+        type=arguments.positive,
+        metavar="N",
+        help="ranks, each with a GPU of this machine; a table is for one number of ranks (default: all GPUs)",
+    )
+    arguments.parse(args, prog="tpfuse tune", parents=[parser])
+    launch, rest = parser.parse_known_args(args)
+    ranks = launch.nproc_per_node or torch.cuda.device_count()
+    why = job.obstacle(ranks)
+    if why:
+        print(f"tpfuse tune: {why}", file=sys.stderr)
+        return 2
+    return _start_ranks("tpfuse.tuner", ranks, rest)
+
+
+def _start_ranks(module: str, ranks: int, args: list[str]) -> int:
+    """torchrun on this machine; the exit status of a rank that failed, or 0."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     # torchrun would set 1 as well, with a warning; more threads than cores make every rank slower.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.nproc_per_node)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     try:
-        run.main(["--standalone", "--nproc-per-node", str(launch.nproc_per_node), "-m", "tpfuse.demo", *rest])
+        run.main(["--standalone", "--nproc-per-node", str(ranks), "-m", module, *args])
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)  # below zero: ended by a signal

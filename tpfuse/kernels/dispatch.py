@@ -114,7 +114,7 @@ def _make(group: dist.ProcessGroup, arena_bytes: int) -> Dispatcher | str:
     made = arena.of(group.group_name, arena_bytes)
     if isinstance(made, str):
         return made
-    machine = Machine(torch.cuda.get_device_name(made.device), _link(), made.world)
+    machine = Machine(torch.cuda.get_device_name(made.device), link(), made.world)
     table, source = tables.find(machine)
     everybody = agreement.exchange(group, "choosing a table", {"table": table.digest if table else ""})
     if len({each["table"] for each in everybody}) > 1:
@@ -156,7 +156,7 @@ def names(op: str, group_name: str, device_type: str) -> str:
 
 
 @functools.cache
-def _link() -> str:
+def link() -> str:
     """How the GPUs that this process sees are connected."""
     try:
         from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, Problem
 OLDEST, PDL_FROM = (0, 6, 13), (0, 7, 4)  # before the latter its kernels read the residual ahead of the grid dependency
 WORLDS = (2, 4, 8)
 _VECTOR_BYTES = 16
-_MOST_BYTES = 1 << 30  # of all ranks' messages together: its offsets are 32-bit
+_MOST_BYTES = (1 << 30) - (2 << 20)  # of all ranks' messages together: twice that is an offset of 32 bits, with a sign
 _ONE_SHOT_BYTES = 512 << 10  # sent by each rank, with more than two ranks; its own rule was tuned on another GPU
 _LEAST_ELEMENTS = 1 << 20
 _SUBJECT = "preparing FlashInfer"

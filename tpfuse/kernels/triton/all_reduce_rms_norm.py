@@ -168,6 +168,25 @@ def _normalize(
 
 
 @triton.jit
+def _parts(p, per, j, vectors):
+    """Of the parts ``p`` of a row: the number of each vector in the row, and whether it is there."""
+    k = p[0] * per + j, p[1] * per + j, p[2] * per + j, p[3] * per + j
+    inside = j < per
+    return k, (
+        (inside & (k[0] < vectors)).to(tl.int32),
+        (inside & (k[1] < vectors)).to(tl.int32),
+        (inside & (k[2] < vectors)).to(tl.int32),
+        (inside & (k[3] < vectors)).to(tl.int32),
+    )
+
+
+@triton.jit
+def _other_parts(matrix, at, m):
+    """The words of the three parts that are not the block's own."""
+    return load16(matrix + at[1], m[1]), load16(matrix + at[2], m[2]), load16(matrix + at[3], m[3])
+
+
+@triton.jit
 def _sum_parts(
     x, slots, masks, control, tag, epoch, rank,
     WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr, PACK: tl.constexpr, KIND: tl.constexpr,
@@ -209,14 +228,7 @@ def split(
     j = tl.arange(0, BLOCK)
     per = (vectors + 3) // 4
     p = piece, (piece + 1) % 4, (piece + 2) % 4, (piece + 3) % 4
-    k = p[0] * per + j, p[1] * per + j, p[2] * per + j, p[3] * per + j
-    inside = j < per
-    m = (
-        (inside & (k[0] < vectors)).to(tl.int32),
-        (inside & (k[1] < vectors)).to(tl.int32),
-        (inside & (k[2] < vectors)).to(tl.int32),
-        (inside & (k[3] < vectors)).to(tl.int32),
-    )
+    k, m = _parts(p, per, j, vectors)
     start = row.to(tl.int64) * vectors
     at = (start + k[0]) * 16, (start + k[1]) * 16, (start + k[2]) * 16, (start + k[3]) * 16
     SOURCES: tl.constexpr = WORLD - 1
@@ -231,21 +243,12 @@ def split(
     x0 = sendable(load16(input + at[0], m[0]))
     index = row * SLOTS + (epoch & (SLOTS - 1))
     _push_to_all(piece * PART + j * 16, m[0] * (1 - dead), x0, peers, first, rank, region, index, WORLD, SLOT_BYTES)
-    x = (
-        x0,
-        sendable(load16(input + at[1], m[1])),
-        sendable(load16(input + at[2], m[2])),
-        sendable(load16(input + at[3], m[3])),
-    )
+    others = _other_parts(input, at, m)
+    x = x0, sendable(others[0]), sendable(others[1]), sendable(others[2])
+    r = x
     if RESIDUAL:
-        r = (
-            load16(residual + at[0], m[0]),
-            load16(residual + at[1], m[1]),
-            load16(residual + at[2], m[2]),
-            load16(residual + at[3], m[3]),
-        )
-    else:
-        r = x
+        others = _other_parts(residual, at, m)
+        r = load16(residual + at[0], m[0]), others[0], others[1], others[2]
     if WEIGHT != NO_WEIGHT:
         w = _load_weight(weight, k[0], m[0], WEIGHT)
     else:

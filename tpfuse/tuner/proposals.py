@@ -1,0 +1,112 @@
+"""What there is to measure: sizes in an order that is useful however early it ends, and the layouts of each candidate.
+
+T  rows (tokens)     D  hidden size     vector  16 bytes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tpfuse.kernels.candidates import ALL_REDUCE, CANDIDATES, Problem
+from tpfuse.tables import PLAIN_ROW_BYTES, Choice
+
+VECTOR_BYTES = 16
+PLAIN_VECTORS, SPLIT_PARTS = 512, 4  # own.all_reduce cuts a message into pieces, split a row into parts
+SPLIT_WARPS, RING_WARPS = (8, 4, 16, 2), (8, 4, 16, 32)
+#: Of a ring, per multiprocessor. The rule of thumb's own comes first: where a grid is smaller anyway, it stands for both.
+RING_BLOCKS = (2, 1)
+REGISTERS = (None, 64)
+_REGISTER_FILE, _WARP = 65536, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """One operation on [T, D]."""
+
+    op: str
+    rows: int
+    hidden: int
+    dtype: torch.dtype
+
+    @property
+    def problem(self) -> Problem:
+        """As a model's call looks to the dispatcher: Llama's norm, or all elements in one row."""
+        if self.op == ALL_REDUCE:
+            return Problem(self.op, 1, self.rows * self.hidden, self.dtype)
+        return Problem(self.op, self.rows, self.hidden, self.dtype, self.dtype, self.dtype, self.dtype)
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Where it belongs in a table: operation, bytes per row, rows."""
+        row_bytes = self.hidden * self.dtype.itemsize
+        if self.op == ALL_REDUCE:
+            return self.op, PLAIN_ROW_BYTES, self.rows * row_bytes
+        return self.op, row_bytes, self.rows
+
+
+def sizes(ops: Sequence[str], hidden: Sequence[int], rows: Sequence[int], dtype: torch.dtype) -> list[Size]:
+    """All sizes, each once: the ends of the row counts first, then ever finer between them, for each op and hidden size."""
+    listed = [Size(op, count, width, dtype) for count in coarse_to_fine(rows) for op in ops for width in hidden]
+    return list({size.key: size for size in reversed(listed)}.values())[::-1]
+
+
+def coarse_to_fine(values: Sequence[int]) -> Iterator[int]:
+    """Smallest, largest, the one in the middle, those in the middle of the halves, ..."""
+    values = sorted(set(values))
+    yield from dict.fromkeys((values[0], values[-1]))
+    spans = [(0, len(values) - 1)]
+    while spans:
+        low, high = spans.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield values[middle]
+            spans += [(low, middle), (middle, high)]
+
+
+def choices(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
+    """Every candidate that can do the problem, in each layout that makes a difference."""
+    able = [c.name for c in CANDIDATES[problem.op].values() if not c.cannot(arena, problem)]
+    layouts = {"tpfuse_split": split_layouts, "tpfuse_ring": ring_layouts}
+    return [
+        choice
+        for name in able
+        for choice in (layouts[name](arena, problem, multiprocessors) if name in layouts else [Choice(name)])
+    ]
+
+
+def split_layouts(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
+    most = _most_warps(-(-_grid(problem)[1] // SPLIT_PARTS))
+    return [Choice("tpfuse_split", warps) for warps in dict.fromkeys(min(warps, most) for warps in SPLIT_WARPS)]
+
+
+def ring_layouts(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
+    """Layouts that come to the same launch (see kernels/triton/launch.py) are one."""
+    rows, vectors = _grid(problem)
+    effective: dict[tuple, Choice] = {}
+    for warps in RING_WARPS:
+        for per_multiprocessor in RING_BLOCKS:
+            for registers in REGISTERS:
+                blocks = per_multiprocessor * multiprocessors
+                running = min(warps, _most_warps(vectors))
+                # No thread can have more than its share of the registers: to ask for that is no limit.
+                bound = registers if registers and registers * running * _WARP < _REGISTER_FILE else None
+                launch = (running, min(rows, arena.ring.size, blocks), bound)
+                effective.setdefault(launch, Choice("tpfuse_ring", running, blocks, bound))
+    return list(effective.values())
+
+
+def _grid(problem: Problem) -> tuple[int, int]:
+    """(rows, vectors of a row) as the kernels see a problem."""
+    vectors = -(-problem.row_bytes // VECTOR_BYTES)
+    if problem.op != ALL_REDUCE:
+        return problem.rows, vectors
+    return -(-vectors // PLAIN_VECTORS), min(PLAIN_VECTORS, vectors)
+
+
+def _most_warps(vectors: int) -> int:
+    """Never more threads in a block than vectors, rounded up to a power of two."""
+    return max(_WARP, 1 << (vectors - 1).bit_length()) // _WARP
