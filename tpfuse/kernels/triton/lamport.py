@@ -165,6 +165,20 @@ def store16(address, mask, words):
 
 
 @triton.jit
+def prefetch(address, mask):
+    """Bring a line into L2. Allowed before ``gdc_wait``: L2 is where writes of the kernel before arrive, so nothing gets
+    stale."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred q; setp.eq.b32 q, $2, 1; @q prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [address, mask],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def load_word(address):
     """One int32 at an integer address, the same for every thread."""
     return tl.inline_asm_elementwise(

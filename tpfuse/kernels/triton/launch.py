@@ -17,11 +17,13 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from tpfuse.comm.arena import SLOT_BYTES, SPLIT, STATE_BYTES, Alone, Arena
-from tpfuse.kernels.triton import all_reduce_rms_norm as device_code
 from tpfuse.kernels.triton.lamport import BF16, FP16, FP32
+from tpfuse.kernels.triton.ring import ring
+from tpfuse.kernels.triton.split import split
 from tpfuse.tables import Choice
 
 _KINDS = {torch.bfloat16: BF16.value, torch.float16: FP16.value, torch.float32: FP32.value}
+_KERNELS = {"split": split, "ring": ring}
 _ADDRESS = 1 << 40  # any number that is typed as 64 bits
 
 
@@ -86,12 +88,13 @@ def plan(
     choice  warps per block, most blocks of a ring and most registers per thread; None, or None in it: a rule of thumb
     wait    False: do not wait for peers' data (only for a test that has to see that go wrong)
     """
-    kernel = getattr(device_code, name)
+    kernel = _KERNELS[name]
     # Never more threads than vectors in a block: Triton would let two threads take, and clear, the same slot.
     parts = SPLIT if name == "split" else 1
     block = max(32, triton.next_power_of_2(-(-vectors // parts)))
     choice = choice or Choice(name)
-    warps = min(choice.warps or 8, block // 32)
+    # By rule: one vector per thread of each part of a split row, two of a ring's.
+    warps = min(choice.warps or (16 if parts > 1 else max(1, min(16, block // 64))), block // 32)
     per_thread = block // (32 * warps)
     constants = (
         ("WORLD", arena.world),

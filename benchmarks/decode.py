@@ -1,0 +1,273 @@
+"""Time per decode step of a Llama-3-8B-shaped model (random weights, static cache): torch.compile, tpfuse.apply, the limit.
+
+    torchrun --nproc-per-node 2 benchmarks/decode.py --batch 1 16                # 32 layers: about 2 minutes per batch size
+    torchrun --nproc-per-node 2 benchmarks/decode.py --layers 8 --uncaptured
+
+plain    torch.compile, mode="reduce-overhead"
+applied  tpfuse.apply with the same mode
+no_comm  torch.compile with CUDA graphs, every all-reduce taken out of the graph: wrong numbers, but the time that is left
+limit    no_comm + (2.5 us + wire) for each all-reduce
+
+The three take turns on the same tokens, in runs of a few steps. A time is the median over the runs, and then that of the
+slowest rank; share = (plain - applied) / (plain - limit). Logits of plain and applied are compared first. ``--uncaptured``
+also times mode "default" by the wall clock, plain over applied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from timing import LIMIT, RESULTS, Budget, Ranks, commit, launch, limit_us
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.distributed.device_mesh import init_device_mesh
+
+import tpfuse
+from tpfuse.models import families
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
+DTYPE = torch.bfloat16
+STEPS = 8  # of one timed run
+WARM_UPS = 4  # two before CUDA graphs are recorded, the recording, a replay
+TOLERANCE = 1e-1  # largest difference of logits as a share of the largest: roundings of every layer
+FIELDS = ("batch", "layers", "world", "gpu", "torch", "what", "us", "commit")
+
+
+class DropAllReduces(CustomGraphPass):
+    """Takes the all-reduces and their waits out of a graph, and remembers how many, and of how many bytes."""
+
+    def __init__(self) -> None:
+        self.messages: list[int] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        functional = torch.ops._c10d_functional
+        for node in list(graph.nodes):
+            if node.target not in (functional.all_reduce.default, functional.all_reduce_.default):
+                continue
+            partial = node.args[0]
+            value = node.meta["val"]
+            self.messages.append(value.numel() * value.dtype.itemsize)
+            for user in list(node.users):
+                if user.target is functional.wait_tensor.default:
+                    user.replace_all_uses_with(partial)
+                    graph.erase_node(user)
+            node.replace_all_uses_with(partial)
+            graph.erase_node(node)
+        graph.lint()
+
+    def uuid(self) -> None:
+        """Never cached: from a cached graph nothing would be counted."""
+        return None
+
+
+class Decoder:
+    """One model with a cache of its own, and how it is called."""
+
+    def __init__(self, name: str, model: Any, batch: int, context: int, ranks: Ranks) -> None:
+        from transformers import StaticCache
+
+        config = model.config
+        self.name, self.call = name, model
+        self.cache = StaticCache(config=config, max_cache_len=context)
+        self.cache.early_initialization(
+            batch, config.num_key_value_heads // ranks.size, config.head_dim, DTYPE, ranks.device
+        )
+        self.context = context
+        generator = torch.Generator(ranks.device).manual_seed(7)
+        self.tokens = torch.randint(3, config.vocab_size, (batch, 1), device=ranks.device, generator=generator)
+
+    def rewind(self) -> None:
+        """Back to where a run starts: what is behind it in the cache stays."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.context - STEPS - 1)
+
+    def step(self) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return self.call(input_ids=self.tokens, past_key_values=self.cache, use_cache=True).logits
+
+
+def build(ranks: Ranks, args: argparse.Namespace) -> dict[str, Any]:
+    """The same model three times, sharded, made on the device."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    mesh = init_device_mesh("cuda", (ranks.size,))
+    sizes = {**LLAMA_8B, "vocab_size": args.vocab, "max_position_embeddings": max(8192, args.context)}
+    config = families.family_config("llama", num_hidden_layers=args.layers, **sizes)
+    models = {}
+    for name in ("plain", "applied", "no_comm"):
+        models[name] = families.build_sharded(config, mesh, DTYPE)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return models
+
+
+def device_us(decoder: Decoder, token: torch.Tensor) -> float:
+    """us per step of one run, by the device's clock."""
+    decoder.rewind()
+    dist.all_reduce(token)  # lets the ranks start together
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(STEPS):
+        decoder.step()
+    end.record()
+    torch.cuda.synchronize()
+    return 1000 * begin.elapsed_time(end) / STEPS
+
+
+def wall_us(decoder: Decoder, token: torch.Tensor) -> float:
+    """us per step of one run, by the host's clock to the end of the last one."""
+    decoder.rewind()
+    dist.all_reduce(token)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        decoder.step()
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - start) / STEPS
+
+
+def take_turns(
+    ranks: Ranks, decoders: list[Decoder], clock: Callable[[Decoder, torch.Tensor], float], rounds: int
+) -> dict[str, float]:
+    """us per step by name: median over the rounds, slowest rank."""
+    token = torch.zeros(1, device=ranks.device)
+    times: dict[str, list[float]] = {decoder.name: [] for decoder in decoders}
+    for turn in range(rounds):
+        for decoder in decoders if turn % 2 == 0 else decoders[::-1]:
+            times[decoder.name].append(clock(decoder, token))
+    return dict(zip(times, ranks.maximum([statistics.median(each) for each in times.values()]), strict=True))
+
+
+def warm_up(ranks: Ranks, decoder: Decoder, budget: Budget) -> torch.Tensor:
+    """Compile and record; the logits of the first step after that, from an empty cache."""
+    start = time.monotonic()
+    for _ in range(WARM_UPS):
+        decoder.rewind()
+        decoder.step()
+    decoder.cache.reset()
+    decoder.rewind()
+    logits = decoder.step().float().clone()
+    torch.cuda.synchronize()
+    dist.barrier()
+    ranks.say(f"  {decoder.name}: compiled in {time.monotonic() - start:.0f} s [{budget.elapsed()}]")
+    return logits
+
+
+def compiled(model: Any, dropped: DropAllReduces | None, captured: bool) -> Any:
+    """A callable of the model by torch.compile."""
+    if dropped is None:
+        return torch.compile(model, fullgraph=True, dynamic=False, mode="reduce-overhead" if captured else None)
+    options = {"triton.cudagraphs": captured, "post_grad_custom_post_pass": dropped, "fx_graph_cache": False}
+    return torch.compile(model, fullgraph=True, dynamic=False, options=options)
+
+
+def one_batch(
+    ranks: Ranks, models: dict[str, Any], batch: int, args: argparse.Namespace, budget: Budget, captured: bool
+) -> dict[str, float]:
+    """us per step by name; with the limit, if captured."""
+    dropped = DropAllReduces()
+    decoders = []
+    for name in models if captured else ("plain", "applied"):
+        decoder = Decoder(name, models[name], batch, args.context, ranks)
+        if name == "applied":
+            mode = {"mode": "reduce-overhead"} if captured else {}
+            tpfuse.apply(models[name], fullgraph=True, dynamic=False, **mode)
+        else:
+            decoder.call = compiled(models[name], dropped if name == "no_comm" else None, captured)
+        decoders.append(decoder)
+    logits = {decoder.name: warm_up(ranks, decoder, budget) for decoder in decoders}
+    difference = (logits["plain"] - logits["applied"]).abs().max() / logits["plain"].abs().max()
+    error = ranks.maximum([difference.item()])[0]
+    if not error <= TOLERANCE:
+        raise RuntimeError(f"batch {batch}: logits of plain and applied differ by {error:.2g} of the largest")
+    report = tpfuse.explain(models["applied"])
+    sites = [site for site in report.sites if site.op == "all_reduce"]
+    fused = sum(site.outcome == "fused" for site in sites)
+    ranks.say(f"  {fused} of {len(sites)} all-reduces fused, logits differ by {error:.2g} of the largest")
+    times = take_turns(ranks, decoders, device_us if captured else wall_us, args.rounds)
+    if captured:
+        if not dropped.messages:
+            raise RuntimeError("no_comm: its pass found no all-reduce to take out")
+        times[LIMIT] = times["no_comm"] + sum(limit_us(message, ranks.size) for message in dropped.messages)
+    decoders.clear()
+    release(models)
+    return times
+
+
+def release(models: dict[str, Any]) -> None:
+    """CUDA graphs and compiled code of every model: they hold memory, and NCCL calls that keep the group from ending."""
+    tpfuse.remove(models["applied"])
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 128])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--vocab", type=int, default=LLAMA_8B["vocab_size"])
+    parser.add_argument("--context", type=int, default=256, help="tokens that the cache holds (default: 256)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--uncaptured", action="store_true", help="also without CUDA graphs")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop before a batch once so many are spent")
+    parser.add_argument("--out", default=RESULTS / "decode.csv")
+    args = parser.parse_args()
+    if args.context <= STEPS + 1:
+        parser.error(f"--context must be more than {STEPS + 1}")
+
+    def run(ranks: Ranks) -> int:
+        budget = Budget(ranks, args.seconds)
+        models = build(ranks, args)
+        ranks.say(f"three models built [{budget.elapsed()}]")
+        common = (args.layers, ranks.size, torch.cuda.get_device_name(ranks.device), torch.__version__)
+        rows: list[tuple] = []
+        for batch, captured in ((b, c) for b in args.batch for c in ((True, False) if args.uncaptured else (True,))):
+            if budget.spent():
+                ranks.say(f"stopped after {budget.elapsed()}, before batch {batch}")
+                break
+            times = one_batch(ranks, models, batch, args, budget, captured)
+            text = " ".join(f"{name} {us:.1f}" for name, us in times.items())
+            text += f" us, plain/applied={times['plain'] / times['applied']:.3f}"
+            if captured:
+                share = (times["plain"] - times["applied"]) / (times["plain"] - times[LIMIT])
+                text += f" share={share:.3f}"
+            ranks.say(f"batch {batch}{'' if captured else ', uncaptured'}: {text} [{budget.elapsed()}]")
+            suffix = "" if captured else "_uncaptured"
+            rows += [(batch, *common, name + suffix, f"{us:.1f}", commit()) for name, us in times.items()]
+            if ranks.rank == 0:
+                _write(args.out, rows)
+        models.clear()
+        return 0
+
+    launch(run)
+
+
+def _write(path: str | pathlib.Path, rows: list[tuple]) -> None:
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(FIELDS)
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

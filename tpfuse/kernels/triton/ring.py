@@ -1,0 +1,91 @@
+"""All-reduce [+ bias] [* scale] [+ residual] [-> RMSNorm] with a row, and a ring of slots, per block: for many rows.
+
+A block pushes the next row while it waits for this one, and clears a slot once it has read it. Source: measured here; the
+protocol is TensorRT-LLM's Lamport all-reduce.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tpfuse.kernels.triton.lamport import clear, joins, load16, load_address, load_word, sendable, store16
+from tpfuse.kernels.triton.row import (
+    NO_WEIGHT,
+    RUN_TIME,
+    SLOTS,
+    load_weight,
+    modify,
+    normalize,
+    prefetch_all,
+    push_to_all,
+    squares_of,
+    sum_over_ranks,
+)
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def ring(
+    input, residual, bias, weight, factor, normed, total, peers, region, state, control, rank, rows, vectors, hidden,
+    all_vectors, tag, eps, scale, offset,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr,
+    KIND: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
+    BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Rows pid, pid + blocks, ... of each block; never more blocks than rows. A block's state: {rows it has reduced}.
+
+    Without a norm a "row" is any run of vectors and the last may be shorter: all_vectors counts those of all rows.
+    With WORLD = 1 nothing is exchanged and no arena needed: it is the norm behind another library's all-reduce.
+    """
+    pid, blocks = tl.program_id(0), tl.num_programs(0)
+    tag += pid * 65536
+    items = (rows - pid + blocks - 1) // blocks
+    k = tl.arange(0, BLOCK)
+    whole = (k < vectors).to(tl.int32)
+    SOURCES: tl.constexpr = WORLD - 1
+    state += pid.to(tl.int64) * 8
+    start = pid.to(tl.int64) * vectors
+    inside = whole * (start + k < all_vectors).to(tl.int32)
+    first, mine, dead, epoch = peers, peers + k * 16, rank, rank
+    if WORLD > 1:
+        slots = region + pid.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES)
+        first = load_address(peers + (rank + 1) % WORLD * 8)
+        mine = load_address(peers + rank * 8) + slots + k * 16
+        at = (start + k) * 16
+        prefetch_all(
+            first + slots, mine, residual, weight, total, normed, at, k, inside, state, control, k, NORM, WEIGHT, RESIDUAL
+        )  # fmt: skip
+    gdc_wait()
+    gdc_launch_dependents()
+    if WORLD > 1:
+        dead, epoch = load_word(control), load_word(state)
+    x = sendable(load16(input + (start + k) * 16, inside))
+    slot = epoch & (SLOTS - 1)
+    push_to_all(k * 16, inside * (1 - dead), x, peers, first, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
+    w = x, x
+    if WEIGHT != NO_WEIGHT:
+        w = load_weight(weight, k, whole, WEIGHT)
+    for i in range(items):
+        at = (start + k) * 16
+        r = x
+        if RESIDUAL:
+            r = load16(residual + at, inside)
+        start += blocks.to(tl.int64) * vectors
+        more = (i + 1 < items).to(tl.int32)
+        after = whole * (start + k < all_vectors).to(tl.int32) * more
+        y = sendable(load16(input + (start + k) * 16, after))
+        slot = (epoch + 1) & (SLOTS - 1)
+        push_to_all(k * 16, after * (1 - dead), y, peers, first, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
+        arrived = mine + (epoch & (SLOTS - 1)) * (SOURCES * SLOT_BYTES)
+        values = sum_over_ranks(x, arrived, inside * (1 + dead), control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KIND)
+        for source in tl.static_range(SOURCES):
+            clear(arrived + source * SLOT_BYTES, inside * (1 - dead))
+        values = modify(values, r, bias, factor, scale, k, inside, KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+        store16(total + at, inside, joins(values[0], values[1], KIND))
+        if NORM:
+            root = tl.rsqrt(tl.sum(squares_of(values)) / hidden + eps)
+            normalize(values, root, w, offset, normed, at, inside, KIND, WEIGHT, WIDE_OUT, ROUND)
+        x, inside, epoch = y, after, epoch + 1
+    if not NORM:
+        tl.debug_barrier()
+    if WORLD > 1:
+        tl.store(state.to(tl.pointer_type(tl.int32)), epoch)

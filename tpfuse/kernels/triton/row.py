@@ -1,0 +1,181 @@
+"""What the kernels do to a row, or a part of one: push it to the peers, sum it over ranks, finish and normalise it.
+
+Every rank pushes its part of a row to every other rank and sums all parts in rank order, in fp32: one trip over the wire,
+and the same bits on all ranks. A row is ``vectors`` vectors of 16 bytes; masks, words and addresses are as in lamport.py.
+
+Why a slot is empty when a peer writes it: with SLOTS = 4 it was used four items ago. A peer that pushes item t has taken
+our item t - 2 (split.py: t - 1), which we pushed after clearing item t - 4 (split.py: in the call after it).
+"""
+
+import triton
+import triton.language as tl
+
+from tpfuse.kernels.triton.lamport import (
+    BF16,
+    FP16,
+    FP32,
+    add4,
+    highs,
+    joins,
+    load16,
+    load_address,
+    lows,
+    mul4,
+    prefetch,
+    push,
+    scale4,
+    select4,
+    shift4,
+    store16,
+    take,
+)
+
+SLOTS = tl.constexpr(4)  # per ring; a power of two, so that counters may wrap
+NO_WEIGHT, SAME_WEIGHT, WIDE_WEIGHT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+#: Parameters that a kernel is not compiled anew for.
+RUN_TIME = (
+    *("input", "residual", "bias", "weight", "factor", "normed", "total", "peers", "region", "state", "control"),
+    *("rank", "rows", "vectors", "hidden", "all_vectors", "tag", "eps", "scale", "offset"),
+)
+
+
+@triton.jit
+def push_to_all(place, mask, words, peers, first, rank, region, index, WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr):
+    """Into slot ``index`` of every peer. Source s has the (s - owner - 1) mod WORLD-th part of each slot of an owner.
+
+    first: base address of the next rank's arena, loaded early
+    """
+    offset = region + index.to(tl.int64) * ((WORLD - 1) * SLOT_BYTES)
+    if WORLD > 1:
+        push(first + offset + (WORLD - 2) * SLOT_BYTES + place, mask, words)
+    for i in tl.static_range(1, WORLD - 1):
+        base = load_address(peers + ((rank + 1 + i) % WORLD) * 8)
+        push(base + offset + (WORLD - 2 - i) * SLOT_BYTES + place, mask, words)
+
+
+@triton.jit
+def sum_over_ranks(
+    own, slot, mask, control, tag, epoch, rank,
+    WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr, PACK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Sum over ranks, in rank order, of this rank's words and those that arrive in its slot: (lows, highs)."""
+    lower, upper = lows(own, KIND), highs(own, KIND)
+    if WORLD == 2:  # one addition: its order does not matter
+        words = take(slot, mask, control, tag, epoch, PACK)
+        lower, upper = add4(lower, lows(words, KIND)), add4(upper, highs(words, KIND))
+    elif WORLD > 2:
+        for source in tl.static_range(WORLD):
+            mine = rank == source
+            place = (source - rank - 1 + WORLD) % WORLD
+            others = mask * tl.where(mine, 0, 1)
+            words = take(slot + tl.where(mine, 0, place) * SLOT_BYTES, others, control, tag + 256 * source, epoch, PACK)
+            words = select4(mine, own, words)
+            if source == 0:
+                lower, upper = lows(words, KIND), highs(words, KIND)
+            else:
+                lower, upper = add4(lower, lows(words, KIND)), add4(upper, highs(words, KIND))
+    return lower, upper
+
+
+@triton.jit
+def prefetch_all(
+    theirs, ours, residual, weight, total, normed, at, k, mask, state, control, lane,
+    NORM: tl.constexpr, WEIGHT: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """After a large GEMM neither caches nor page tables hold what is only used here: fetch it while that GEMM ends.
+
+    theirs, ours: where a block's slots begin, in a peer's arena and in the own one; lane: 0, 1, ... over the block
+    """
+    one = (lane == 0).to(tl.int32)
+    prefetch(theirs + k * 0, one)
+    prefetch(ours + k * 0, one)
+    prefetch(state + k * 0, one)
+    prefetch(control + k * 0, one)
+    prefetch(total + at, mask)
+    if NORM:
+        prefetch(normed + at, mask)
+    if RESIDUAL:
+        prefetch(residual + at, mask)
+    if WEIGHT == WIDE_WEIGHT:
+        prefetch(weight + k * 32, mask)
+    elif WEIGHT != NO_WEIGHT:
+        prefetch(weight + k * 16, mask)
+
+
+@triton.jit
+def load_weight(weight, k, mask, WEIGHT: tl.constexpr):
+    """The words of the weight: one vector per vector of the row, or two where it is fp32 and the row is not."""
+    if WEIGHT == WIDE_WEIGHT:
+        return load16(weight + k * 32, mask), load16(weight + k * 32 + 16, mask)
+    else:
+        words = load16(weight + k * 16, mask)
+        return words, words
+
+
+@triton.jit
+def widen_weight(words, offset, KIND: tl.constexpr, WEIGHT: tl.constexpr):
+    """(lows, highs) of weight + offset, as fp32."""
+    if WEIGHT == WIDE_WEIGHT:
+        a, b = lows(words[0], FP32), lows(words[1], FP32)
+        lower, upper = (a[0], a[2], b[0], b[2]), (a[1], a[3], b[1], b[3])
+    else:
+        lower, upper = lows(words[0], KIND), highs(words[0], KIND)
+    return shift4(lower, offset), shift4(upper, offset)
+
+
+@triton.jit
+def load_element(address, KIND: tl.constexpr):
+    """One element, as fp32."""
+    if KIND == BF16:
+        return tl.load(address.to(tl.pointer_type(tl.bfloat16)), volatile=True).to(tl.float32)
+    elif KIND == FP16:
+        return tl.load(address.to(tl.pointer_type(tl.float16)), volatile=True).to(tl.float32)
+    else:
+        return tl.load(address.to(tl.pointer_type(tl.float32)), volatile=True)
+
+
+@triton.jit
+def modify(
+    values, residual, bias, factor, scale, k, mask,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """(lows, highs) of the reduced vectors -> the same after bias, scale and residual. k: their numbers in the row."""
+    lower, upper = values
+    if BIAS:
+        words = load16(bias + k * 16, mask)
+        lower, upper = add4(lower, lows(words, KIND)), add4(upper, highs(words, KIND))
+    if SCALE:
+        lower, upper = scale4(lower, scale), scale4(upper, scale)
+    if FACTOR:
+        element = load_element(factor, KIND)
+        lower, upper = scale4(lower, element), scale4(upper, element)
+    if RESIDUAL:
+        lower, upper = add4(lower, lows(residual, KIND)), add4(upper, highs(residual, KIND))
+    return lower, upper
+
+
+@triton.jit
+def squares_of(values):
+    """Sum of the squares of a vector's elements, per vector."""
+    a, b = mul4(values[0], values[0]), mul4(values[1], values[1])
+    return (a[0] + b[0]) + (a[1] + b[1]) + (a[2] + b[2]) + (a[3] + b[3])
+
+
+@triton.jit
+def normalize(
+    values, root, weight, offset, normed, at, mask,
+    KIND: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Store values * root * (weight + offset). weight: its words; at: byte offsets in a matrix like the input."""
+    lower, upper = scale4(values[0], root), scale4(values[1], root)
+    if ROUND:
+        words = joins(lower, upper, KIND)
+        lower, upper = lows(words, KIND), highs(words, KIND)
+    if WEIGHT != NO_WEIGHT:
+        weight_lower, weight_upper = widen_weight(weight, offset, KIND, WEIGHT)
+        lower, upper = mul4(lower, weight_lower), mul4(upper, weight_upper)
+    if WIDE_OUT:
+        store16(normed + at * 2, mask, joins((lower[0], upper[0], lower[1], upper[1]), lower, FP32))
+        store16(normed + at * 2 + 16, mask, joins((lower[2], upper[2], lower[3], upper[3]), lower, FP32))
+    else:
+        store16(normed + at, mask, joins(lower, upper, KIND))

@@ -1,0 +1,146 @@
+"""All-reduce [+ bias] [* scale] [+ residual] -> RMSNorm with a row over four blocks: for a few rows.
+
+Each block pushes its part of the row and reads all of it (the norm needs it), so that blocks exchange nothing. It clears
+the slot of the call before, which all four have read by then. Source: measured here; the protocol is TensorRT-LLM's
+Lamport all-reduce.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tpfuse.kernels.triton.lamport import (
+    add4,
+    clear,
+    highs,
+    joins,
+    load16,
+    load_address,
+    load_word,
+    lows,
+    sendable,
+    store16,
+    take_parts,
+)
+from tpfuse.kernels.triton.row import (
+    NO_WEIGHT,
+    RUN_TIME,
+    SLOTS,
+    load_weight,
+    modify,
+    normalize,
+    prefetch_all,
+    push_to_all,
+    squares_of,
+    sum_over_ranks,
+)
+
+
+@triton.jit
+def _parts(p, per, j, vectors):
+    """Of the parts ``p`` of a row: the number of each vector in the row, and whether it is there."""
+    k = p[0] * per + j, p[1] * per + j, p[2] * per + j, p[3] * per + j
+    inside = j < per
+    return k, (
+        (inside & (k[0] < vectors)).to(tl.int32),
+        (inside & (k[1] < vectors)).to(tl.int32),
+        (inside & (k[2] < vectors)).to(tl.int32),
+        (inside & (k[3] < vectors)).to(tl.int32),
+    )
+
+
+@triton.jit
+def _other_parts(matrix, at, m):
+    """The words of the three parts that are not the block's own."""
+    return load16(matrix + at[1], m[1]), load16(matrix + at[2], m[2]), load16(matrix + at[3], m[3])
+
+
+@triton.jit
+def _sum_parts(
+    x, slots, masks, control, tag, epoch, rank,
+    WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr, PACK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """``sum_over_ranks`` of the four parts of a row, which wait together."""
+    WAIT: tl.constexpr = PACK > 0
+    if WORLD == 2:
+        v = take_parts(slots, masks, control, tag, epoch, WAIT)
+        return (
+            (add4(lows(x[0], KIND), lows(v[0], KIND)), add4(highs(x[0], KIND), highs(v[0], KIND))),
+            (add4(lows(x[1], KIND), lows(v[1], KIND)), add4(highs(x[1], KIND), highs(v[1], KIND))),
+            (add4(lows(x[2], KIND), lows(v[2], KIND)), add4(highs(x[2], KIND), highs(v[2], KIND))),
+            (add4(lows(x[3], KIND), lows(v[3], KIND)), add4(highs(x[3], KIND), highs(v[3], KIND))),
+        )
+    else:
+        return (
+            sum_over_ranks(x[0], slots[0], masks[0], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
+            sum_over_ranks(x[1], slots[1], masks[1], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
+            sum_over_ranks(x[2], slots[2], masks[2], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
+            sum_over_ranks(x[3], slots[3], masks[3], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
+        )
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def split(
+    input, residual, bias, weight, factor, normed, total, peers, region, state, control,
+    rank, rows, vectors, hidden, all_vectors, tag, eps, scale, offset,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr,
+    KIND: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
+    BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Four blocks per row, BLOCK vectors per part. A block's state: {calls it took part in, vectors per part in the last}.
+
+    A block's own part comes first everywhere: it is pushed before anything else is loaded, and it alone is written.
+    """
+    pid = tl.program_id(0)
+    tag += pid * 65536
+    row, piece = pid // 4, pid % 4
+    j = tl.arange(0, BLOCK)
+    per = (vectors + 3) // 4
+    p = piece, (piece + 1) % 4, (piece + 2) % 4, (piece + 3) % 4
+    k, m = _parts(p, per, j, vectors)
+    start = row.to(tl.int64) * vectors
+    at = (start + k[0]) * 16, (start + k[1]) * 16, (start + k[2]) * 16, (start + k[3]) * 16
+    SOURCES: tl.constexpr = WORLD - 1
+    PART: tl.constexpr = SLOT_BYTES // 4
+    first = load_address(peers + (rank + 1) % WORLD * 8)
+    slots = load_address(peers + rank * 8) + region + row.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + j * 16
+    state += pid.to(tl.int64) * 8
+    there = first + region + row.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES)
+    prefetch_all(
+        there, slots, residual, weight, total, normed, at[0], k[0], m[0], state, control, j, NORM, WEIGHT, RESIDUAL
+    )
+    gdc_wait()
+    gdc_launch_dependents()
+    dead = load_word(control)
+    epoch, before = load_word(state), load_word(state + 4)
+    x0 = sendable(load16(input + at[0], m[0]))
+    index = row * SLOTS + (epoch & (SLOTS - 1))
+    push_to_all(piece * PART + j * 16, m[0] * (1 - dead), x0, peers, first, rank, region, index, WORLD, SLOT_BYTES)
+    others = _other_parts(input, at, m)
+    x = x0, sendable(others[0]), sendable(others[1]), sendable(others[2])
+    r = x
+    if RESIDUAL:
+        others = _other_parts(residual, at, m)
+        r = load16(residual + at[0], m[0]), others[0], others[1], others[2]
+    w = x0, x0
+    if WEIGHT != NO_WEIGHT:
+        w = load_weight(weight, k[0], m[0], WEIGHT)
+    old = slots + ((epoch + SLOTS - 1) & (SLOTS - 1)) * (SOURCES * SLOT_BYTES) + piece * PART
+    for done in range(0, before, BLOCK):
+        for source in tl.static_range(SOURCES):
+            clear(old + source * SLOT_BYTES + done * 16, (done + j < before).to(tl.int32))
+    now = slots + (epoch & (SLOTS - 1)) * (SOURCES * SLOT_BYTES)
+    places = now + p[0] * PART, now + p[1] * PART, now + p[2] * PART, now + p[3] * PART
+    masks = m[0] * (1 + dead), m[1] * (1 + dead), m[2] * (1 + dead), m[3] * (1 + dead)
+    y = _sum_parts(x, places, masks, control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KIND)
+    y0 = modify(y[0], r[0], bias, factor, scale, k[0], m[0], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    y1 = modify(y[1], r[1], bias, factor, scale, k[1], m[1], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    y2 = modify(y[2], r[2], bias, factor, scale, k[2], m[2], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    y3 = modify(y[3], r[3], bias, factor, scale, k[3], m[3], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    store16(total + at[0], m[0], joins(y0[0], y0[1], KIND))
+    # So paired, the sum is the same bits whichever part is the block's own.
+    squares = tl.sum((squares_of(y0) + squares_of(y2)) + (squares_of(y1) + squares_of(y3)))
+    root = tl.rsqrt(squares / hidden + eps)
+    normalize(y0, root, w, offset, normed, at[0], m[0], KIND, WEIGHT, WIDE_OUT, ROUND)
+    tl.store(state.to(tl.pointer_type(tl.int32)), epoch + 1)
+    tl.store((state + 4).to(tl.pointer_type(tl.int32)), per)
