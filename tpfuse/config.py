@@ -41,6 +41,7 @@ TUNED_FUSION: Mapping[str, str] = {
 }
 
 #: Environment variable that turns everything off, on every rank that has it.
+DEBUG_VARIABLE = "TPFUSE_DEBUG"
 DISABLE_VARIABLE = "TPFUSE_DISABLE"
 
 #: "key=value" at the start of a text, and what separates several of them (a value may hold commas of its own).
@@ -221,6 +222,11 @@ class FusionConfig:
 def is_disabled() -> bool:
     """Whether the environment turns tpfuse off."""
     return os.environ.get(DISABLE_VARIABLE, "").strip().lower() in _TRUE
+
+
+def is_debugging() -> bool:
+    """Whether the environment asks for ranks to compare every call of an operation first (slow)."""
+    return os.environ.get(DEBUG_VARIABLE, "").strip().lower() in _TRUE
 
 
 def _reject_unknown(fields: Iterable[str]) -> None:

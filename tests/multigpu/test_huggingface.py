@@ -1,7 +1,7 @@
 """Hugging Face models sharded over GPUs with NCCL. Also runs as `torchrun --nproc-per-node 2 tests/multigpu/<this file>`.
 
-Until there are kernels, a site that could be fused is lowered back on CUDA: numbers are then those of plain torch.compile,
-bit for bit, and the report says why.
+Every all-reduce that reaches a norm is fused, also where a fusion was asked for by name, and the logits are those of the
+eager model to within bf16.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpfuse
-from tpfuse import kernels
 from tpfuse.models.families import build_sharded, family_config
 from tpfuse.testing import spawn, under_torchrun
 
 FUSION = "fuse_allreduce_rms"
 #: Family -> (all-reduces that reach a norm, merged).
 FAMILIES = {"llama": (4, 0), "qwen3": (4, 0), "gemma3": (5, 0), "deepseek_v3": (2, 1)}
-HAS_KERNEL = kernels.name_for("all_reduce_rms_norm", "cuda") is not None
+#: Also compiled as CUDA graphs.
+GRAPHED = ("llama", "deepseek_v3")
 
 
 def _logits(run, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return run(ids, use_cache=False).logits.clone()
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the largest logit."""
+    return ((got.float() - expected.float()).abs().max() / expected.abs().max()).item()
 
 
 def _generate(model, ids: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -39,40 +44,25 @@ def _run(rank: int) -> dict[str, dict]:
         model = build_sharded(family_config(family), mesh, torch.bfloat16)
         ids = torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(1)).cuda()
         eager = _logits(model, ids)
-        bypassed = tpfuse.models.grad_hooks.bypass(model)
-        plain = _logits(torch.compile(model._call_impl, fullgraph=True), ids)
-        tpfuse.models.grad_hooks.restore(bypassed)
-        told = _refused(model)
-        torch._dynamo.reset()
-        tpfuse.apply(model, fullgraph=True)
+        tpfuse.apply(model, {FUSION: True}, strict=True, fullgraph=True)
         got = [_logits(model, ids) for _ in range(3)]
         report = tpfuse.explain(model)
-        unserved = [s for s in report.sites if s.op == "all_reduce" and "no kernel for cuda" in s.reason]
-        scale = eager.abs().max().item()
         tpfuse.remove(model)
-        tpfuse.apply(model, mode="reduce-overhead", fullgraph=True)
-        graphed = [_logits(model, ids) for _ in range(4)]
+        fused = [site for site in report.sites if site.outcome == "fused"]
         found[family] = {
-            "error": (got[0].float() - eager.float()).abs().max().item() / scale,
-            "bits of plain compile": merged or HAS_KERNEL or torch.equal(got[0], plain),
+            "error": _error(got[0], eager),
             "repeats": all(torch.equal(got[0], g) for g in got[1:]),
-            "reduce-overhead": max((g.float() - eager.float()).abs().max().item() for g in graphed) / scale,
             "merged": report.count(FUSION, "merged") == merged,
-            "sites": report.count(FUSION) + report.count(FUSION, "skipped") >= reaching,
-            "reason": HAS_KERNEL or len(unserved) == reaching,
-            "refused": HAS_KERNEL or "no kernel for cuda" in told,
+            "fused": report.count(FUSION) == reaching,
+            "kernels": all(site.kernel not in ("", "reference") for site in fused),
+            "arena": "arena of 64 MiB" in str(report),
         }
-        tpfuse.remove(model)
+        if family in GRAPHED:
+            tpfuse.apply(model, mode="reduce-overhead", fullgraph=True)
+            found[family]["reduce-overhead"] = max(_error(_logits(model, ids), eager) for _ in range(4))
+            found[family]["fused in graphs"] = tpfuse.explain(model).count(FUSION) == reaching
+            tpfuse.remove(model)
     return found
-
-
-def _refused(model) -> str:
-    try:
-        tpfuse.apply(model, {"fuse_allreduce_rms": True})
-    except tpfuse.ConfigError as error:
-        return str(error)
-    tpfuse.remove(model)
-    return ""
 
 
 def _check(found: dict[str, dict]) -> None:

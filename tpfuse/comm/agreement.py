@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tpfuse.comm import groups
 from tpfuse.errors import AgreementError, ConfigError, TpfuseError
 
+_SUBJECT = "_subject"
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -57,7 +58,7 @@ def exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> li
     prefix = f"tpfuse/agree/{group.group_name}/{turn}"
     keys = [f"{prefix}/{rank}" for rank in range(group.size())]
     try:
-        store.set(keys[group.rank()], json.dumps(mine))
+        store.set(keys[group.rank()], json.dumps({**mine, _SUBJECT: subject}))
         store.wait(keys)
     except RuntimeError as error:
         try:
@@ -70,6 +71,8 @@ def exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> li
     if store.add(f"{prefix}/read", 1) == group.size():  # the last reader: a later group of that name must not find these
         for key in (*keys, f"{prefix}/read"):
             store.delete_key(key)
+    if len({each.pop(_SUBJECT) for each in everybody}) > 1:
+        raise AgreementError(f"ranks of group {group.group_name!r} are in different calls: one is in {subject}")
     return everybody
 
 

@@ -5,22 +5,27 @@
 
 It is made once per group, by agreement of its ranks and outside any graph capture, and never grows: a captured graph holds
 its addresses. Larger messages go through it in pieces. As with NCCL, a group's operations run in one order on all its
-ranks; calls from another stream wait for those before them. Replays of CUDA graphs follow the order of the streams that
-they are launched on: two replays over one group at the same time are not supported.
+ranks; calls from another stream wait for those before them, except inside a capture: parallel branches of one graph must
+not use one group. Large calls over two groups on two streams may wait for each other, as NCCL's do. Replays of CUDA
+graphs follow the order of the streams that they are launched on: two replays over one group at the same time are not
+supported.
 
 Source: torch.distributed._symmetric_memory for the memory. NVLink multicast is not needed and not used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import uuid
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tpfuse.comm import agreement, groups
 from tpfuse.errors import PeerTimeoutError
@@ -33,6 +38,7 @@ MAX_RING_BLOCKS = 512
 STATE_BYTES = 8
 DEFAULT_BYTES = 64 << 20
 SUBJECT = "making the arena"
+_CAPTURING = "a CUDA graph is being captured"
 HEADER_BYTES = 16 << 10
 _RECORD_WORDS = 4
 
@@ -111,7 +117,8 @@ class Arena:
 
     def set_deadline(self, seconds: float) -> None:
         """How long a kernel waits for a peer before it gives up."""
-        self._control[1] = int(seconds * 1e9)
+        with plain_tensors():
+            self._control[1] = int(seconds * 1e9)
         self.deadline_s = seconds
 
     def enter(self) -> int:
@@ -150,7 +157,10 @@ class Arena:
         )
 
     def _epoch_of(self, peer: int, offset: int) -> int:
-        """A block's epoch on another rank, read past whatever this rank's other streams wait for."""
+        """A block's epoch on another rank, read past whatever this rank's other streams wait for; -1: cannot be read
+        now."""
+        if torch.cuda.is_current_stream_capturing():
+            return -1
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             return int(self._handle.get_buffer(peer, (1,), torch.int32, offset // 4).item())
 
@@ -174,8 +184,23 @@ def of(group_name: str, size: int = DEFAULT_BYTES) -> Arena | str:
     group = groups.resolve(group_name)
     found = _arenas.get(group)
     if found is None:
-        found = _arenas[group] = _make(group, size)
+        with plain_tensors():
+            found = _make(group, size)
+        if not is_passing(found):
+            _arenas[group] = found
     return found
+
+
+def is_passing(found: Any) -> bool:
+    """Whether what ``of`` gave is a reason that the next call may not meet."""
+    return isinstance(found, str) and _CAPTURING in found
+
+
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Tensors made in here are ordinary ones, whatever mode (inference, fake tensors while compiling) the caller is in."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def check() -> None:
@@ -218,7 +243,7 @@ def _unfit(group: dist.ProcessGroup, device: torch.device) -> str:
     if torch.cuda.get_device_capability(device) < (9, 0):
         return f"compute capability 9.0 is needed, {torch.cuda.get_device_name(device)} has less"
     if torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured: call the model once before (the arena cannot be made inside a capture)"
+        return f"{_CAPTURING}: call once before (the arena cannot be made inside a capture)"
     return ""
 
 

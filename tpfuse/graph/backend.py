@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tpfuse.comm import agreement, groups
 from tpfuse.config import DISABLE_VARIABLE, FusionConfig, Resolved, is_disabled
@@ -99,8 +98,7 @@ class TpfuseBackend:
         """
         fusion = self.fusions[FUSION]
         for name in group_names if fusion.on else ():
-            with _disable_current_modes(), torch.inference_mode(False):
-                made = dispatch.of(name, int(self.config.workspace_mb * 2**20))
+            made = dispatch.of(name, int(self.config.workspace_mb * 2**20))
             if isinstance(made, str):
                 self.recorder.note(f"group {name!r} has no symmetric memory: {made}")
                 if fusion.explicit:

@@ -121,6 +121,7 @@ def _nccl(arena: Arena, choice: Choice, input: torch.Tensor, *arguments: Any) ->
 
 
 def _nccl_plain(arena: Arena, choice: Choice, input: torch.Tensor) -> torch.Tensor:
+    arena.check()
     reduced = torch.ops._c10d_functional.all_reduce(input.contiguous(), "sum", arena.group_name)
     return torch.ops._c10d_functional.wait_tensor(reduced)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tpfuse import tables
 from tpfuse.comm import agreement, arena, groups
 from tpfuse.comm.arena import Arena
+from tpfuse.config import is_debugging
 from tpfuse.errors import ConfigError
 from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, CANDIDATES, Candidate, Problem
 from tpfuse.tables import Choice, Machine, Table
@@ -31,6 +32,7 @@ class Dispatcher:
 
     def __init__(self, arena: Arena, table: Table | None, source: str) -> None:
         self.arena, self.table, self.source = arena, table, source
+        self._debug = is_debugging()
         self._chosen: dict[tuple, tuple[Candidate, Choice] | None] = {}
 
     def choose(self, problem: Problem, pinned: str | None = None) -> tuple[Candidate, Choice] | None:
@@ -57,8 +59,15 @@ class Dispatcher:
         if found is None:
             found = self._remember(key, self.choose(Problem(ALL_REDUCE, 1, input.numel(), input.dtype), kernel))
             assert found is not None  # NCCL can do everything
+        if self._debug:
+            self._compare(ALL_REDUCE, key)
         candidate, choice = found
         return candidate.run(self.arena, choice, input)
+
+    def _compare(self, op: str, key: tuple) -> None:
+        """Debug mode: raise AgreementError on every rank if the ranks make different calls."""
+        if not torch.cuda.is_current_stream_capturing():
+            agreement.agree(groups.resolve(self.arena.group_name), f"tpfuse.ops.{op}", {"call": str(key)})
 
     def _remember(self, key: tuple, found: tuple[Candidate, Choice] | None) -> tuple[Candidate, Choice] | None:
         if len(self._chosen) >= _MOST_CHOICES:
@@ -87,6 +96,8 @@ class Dispatcher:
                 weight_dtype, normed_dtype, out_dtype, offset, modified, residual is not None,
             )  # fmt: skip
             found = self._remember(key, self.choose(problem, kernel))
+        if self._debug:
+            self._compare(ALL_REDUCE_RMS_NORM, key)
         if found is None:
             return None
         candidate, choice = found
@@ -106,7 +117,9 @@ def of(group_name: str, arena_bytes: int = arena.DEFAULT_BYTES) -> Dispatcher | 
     group = groups.resolve(group_name)
     found = _dispatchers.get(group)
     if found is None:
-        found = _dispatchers[group] = _make(group, arena_bytes)
+        found = _make(group, arena_bytes)
+        if not arena.is_passing(found):
+            _dispatchers[group] = found
     return found
 
 
@@ -116,8 +129,11 @@ def _make(group: dist.ProcessGroup, arena_bytes: int) -> Dispatcher | str:
         return made
     machine = Machine(torch.cuda.get_device_name(made.device), link(), made.world)
     table, source = tables.find(machine)
-    everybody = agreement.exchange(group, "choosing a table", {"table": table.digest if table else ""})
-    if len({each["table"] for each in everybody}) > 1:
+    mine = {"machine": str(machine), "table": table.digest if table else ""}
+    everybody = agreement.exchange(group, "choosing a table", mine)
+    if len({each["machine"] for each in everybody}) > 1:
+        table, source = None, "the ranks' devices differ: no table holds for them"
+    elif len({each["table"] for each in everybody}) > 1:
         table, source = tables.shipped(machine), "ranks have different tuned tables: all go by what ships with tpfuse"
     return Dispatcher(made, table, source)
 
