@@ -33,7 +33,10 @@ OPS = {FUSION: all_reduce_rms_norm.NAME}
 def unavailable() -> dict[str, str]:
     """Fusions and tuning fields that this version cannot do on any machine, with the reason."""
     missing = {name: "not in this version of tpfuse" for name in FUSION_LEVELS if name not in OPS}
-    return {**missing, "fi_allreduce_fusion_max_size_mb": "this version has no FlashInfer kernels"}
+    return {
+        **missing,
+        "fi_allreduce_fusion_max_size_mb": "FlashInfer runs only where allreduce_rms_kernel names it, at every size",
+    }
 
 
 def group_names(graph: Graph) -> list[str]:

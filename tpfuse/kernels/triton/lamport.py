@@ -5,7 +5,7 @@ until no word of its 16 bytes is the sentinel: one trip over the wire and no fla
 negative zeros; a pusher sends zeros in its place. As an fp32 it is -4.6e-41, sent as zero too.
 
 Addresses are 64-bit integers, masks are int32: 0 leaves an element out (it reads as 0), 1 takes part, 2 reads as NaN
-(``take`` on a dead arena). All accesses are volatile, so that none moves above ``gdc_wait``.
+(``take`` on a dead arena). All accesses are volatile: the compiler keeps their order.
 
 A spin looks at the clock every 1024 turns. Past the deadline it writes a record {1, tag, epoch, 0} to pinned host
 memory, sets the abort flag in the control block and reads as NaN; so does every other spin of the arena once the flag is
@@ -158,20 +158,6 @@ def store16(address, mask, words):
         "{ .reg .pred q; setp.eq.b32 q, $2, 1; @q st.global.v4.b32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0; }",
         "=r,l,r,r,r,r,r",
         [address, mask, words[0], words[1], words[2], words[3]],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def prefetch(address, mask):
-    """Bring a line into L2. Allowed before ``gdc_wait``: L2 is where writes of the kernel before arrive, so nothing gets
-    stale."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred q; setp.eq.b32 q, $2, 1; @q prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [address, mask],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

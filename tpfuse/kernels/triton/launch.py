@@ -68,7 +68,6 @@ def _compile(
             grid=(1,),
             num_warps=warps,
             maxnreg=registers,
-            launch_pdl=True,
         )
         compiled._init_handles()
     return compiled

@@ -6,7 +6,6 @@ protocol is TensorRT-LLM's Lamport all-reduce.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tpfuse.kernels.triton.lamport import clear, joins, load16, load_address, load_word, sendable, store16
 from tpfuse.kernels.triton.row import (
@@ -16,7 +15,6 @@ from tpfuse.kernels.triton.row import (
     load_weight,
     modify,
     normalize,
-    prefetch_all,
     push_to_all,
     squares_of,
     sum_over_ranks,
@@ -47,16 +45,8 @@ def ring(
     inside = whole * (start + k < all_vectors).to(tl.int32)
     first, mine, dead, epoch = peers, peers + k * 16, rank, rank
     if WORLD > 1:
-        slots = region + pid.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES)
         first = load_address(peers + (rank + 1) % WORLD * 8)
-        mine = load_address(peers + rank * 8) + slots + k * 16
-        at = (start + k) * 16
-        prefetch_all(
-            first + slots, mine, residual, weight, total, normed, at, k, inside, state, control, k, NORM, WEIGHT, RESIDUAL
-        )  # fmt: skip
-    gdc_wait()
-    gdc_launch_dependents()
-    if WORLD > 1:
+        mine = load_address(peers + rank * 8) + region + pid.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + k * 16
         dead, epoch = load_word(control), load_word(state)
     x = sendable(load16(input + (start + k) * 16, inside))
     slot = epoch & (SLOTS - 1)

@@ -21,7 +21,6 @@ from tpfuse.kernels.triton.lamport import (
     load_address,
     lows,
     mul4,
-    prefetch,
     push,
     scale4,
     select4,
@@ -75,31 +74,6 @@ def sum_over_ranks(
             else:
                 lower, upper = add4(lower, lows(words, KIND)), add4(upper, highs(words, KIND))
     return lower, upper
-
-
-@triton.jit
-def prefetch_all(
-    theirs, ours, residual, weight, total, normed, at, k, mask, state, control, lane,
-    NORM: tl.constexpr, WEIGHT: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """After a large GEMM neither caches nor page tables hold what is only used here: fetch it while that GEMM ends.
-
-    theirs, ours: where a block's slots begin, in a peer's arena and in the own one; lane: 0, 1, ... over the block
-    """
-    one = (lane == 0).to(tl.int32)
-    prefetch(theirs + k * 0, one)
-    prefetch(ours + k * 0, one)
-    prefetch(state + k * 0, one)
-    prefetch(control + k * 0, one)
-    prefetch(total + at, mask)
-    if NORM:
-        prefetch(normed + at, mask)
-    if RESIDUAL:
-        prefetch(residual + at, mask)
-    if WEIGHT == WIDE_WEIGHT:
-        prefetch(weight + k * 32, mask)
-    elif WEIGHT != NO_WEIGHT:
-        prefetch(weight + k * 16, mask)
 
 
 @triton.jit

@@ -7,7 +7,6 @@ Lamport all-reduce.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tpfuse.kernels.triton.lamport import (
     add4,
@@ -29,7 +28,6 @@ from tpfuse.kernels.triton.row import (
     load_weight,
     modify,
     normalize,
-    prefetch_all,
     push_to_all,
     squares_of,
     sum_over_ranks,
@@ -105,12 +103,6 @@ def split(
     first = load_address(peers + (rank + 1) % WORLD * 8)
     slots = load_address(peers + rank * 8) + region + row.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + j * 16
     state += pid.to(tl.int64) * 8
-    there = first + region + row.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES)
-    prefetch_all(
-        there, slots, residual, weight, total, normed, at[0], k[0], m[0], state, control, j, NORM, WEIGHT, RESIDUAL
-    )
-    gdc_wait()
-    gdc_launch_dependents()
     dead = load_word(control)
     epoch, before = load_word(state), load_word(state + 4)
     x0 = sendable(load16(input + at[0], m[0]))
