@@ -132,7 +132,7 @@ class AppliedModel:
         key = (index, compile_options.key)
         compiled = self._callables.get(key)
         if compiled is None:
-            compiled = self._callables[key] = self._compile(tokens.variant_name(boundaries, index), compile_options)
+            compiled = self._callables[key] = self._compile(index, compile_options)
         try:
             with _room_for_graphs():
                 result = compiled(*args, **kwargs)
@@ -145,13 +145,15 @@ class AppliedModel:
             self._check_strictly()
         return result
 
-    def _compile(self, variant: str, compile_options: CompileOptions) -> Callable:
+    def _compile(self, index: int, compile_options: CompileOptions) -> Callable:
+        """The model compiled for the index-th range of row counts."""
         for_backend = {"mode", "options", "dynamic"}
         values = compile_options.values
         backend = TpfuseBackend(
             self.request.fusions,
             self.recorder,
-            variant=variant,
+            variant=tokens.variant_name(self.request.config.token_boundaries, index),
+            rows=tokens.row_range(self.request.config.token_boundaries, index),
             model=self.model,
             agree=_weakly(self),
             config=self.request.config,

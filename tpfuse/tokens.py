@@ -35,6 +35,16 @@ def _rows(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape[:-1] if tensor.is_floating_point() else tensor.shape)
 
 
+#: More rows than any call has.
+MOST_ROWS = 1 << 20
+
+
+def row_range(boundaries: Sequence[int], index: int) -> tuple[int, int]:
+    """The fewest and the most rows of a call in the index-th range."""
+    low = boundaries[index - 1] if index else 1
+    return low, boundaries[index] - 1 if index < len(boundaries) else MOST_ROWS
+
+
 def variant_name(boundaries: Sequence[int], index: int) -> str:
     """Name of the index-th range: "all", "rows<256", "256<=rows<4096", "rows>=4096"."""
     if not boundaries:

@@ -9,6 +9,7 @@ import torch
 
 from tpfuse.comm.arena import MAX_SPLIT_ROWS, SLOT_BYTES, Region
 from tpfuse.errors import ConfigError
+from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, CANDIDATES, Problem
 from tpfuse.kernels.dispatch import Dispatcher
 from tpfuse.tables import PLAIN_ROW_BYTES, Choice, Machine, Table
@@ -163,3 +164,23 @@ def test_a_choice_is_made_once_per_kind_of_call(monkeypatch):
     assert [problem.rows for problem, _ in problems] == [4, 8, 4, 4]
     assert not problems[2][0].residual and problems[3][1] == "nccl"
     assert calls[4] == NCCL
+
+
+@pytest.fixture
+def unprofitable(monkeypatch):
+    """``dispatch.unprofitable`` of a group whose table gives 64 rows and more to NCCL."""
+    dispatcher = by_table((1, RING), (64, NCCL))
+    monkeypatch.setattr(dispatch, "of", lambda group_name: dispatcher)
+    return lambda low, high: dispatch.unprofitable("0", norm(low), high)
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (63, 63), (1, 64), (1, 1 << 20), (63, 1 << 20), (3, 70)])
+def test_fusing_pays_somewhere(unprofitable, rows):
+    assert unprofitable(*rows) == ""
+
+
+@pytest.mark.parametrize("rows", [(64, 64), (64, 1 << 20), (1000, 1000)])
+def test_fusing_pays_nowhere(unprofitable, rows):
+    told = unprofitable(*rows)
+    assert "NCCL and the unfused norm are the fastest" in told and "here" in told
+    assert (f"{rows[0]} rows" if rows[0] == rows[1] else f"{rows[0]} to {rows[1]} rows") in told

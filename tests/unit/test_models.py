@@ -148,6 +148,11 @@ def test_no_tokens_to_count():
         tokens.count_tokens(_forward, (IDS,), {}, "mask")
 
 
+def test_row_ranges():
+    assert tokens.row_range((), 0) == (1, tokens.MOST_ROWS)
+    assert [tokens.row_range((64, 256), i) for i in range(3)] == [(1, 63), (64, 255), (256, tokens.MOST_ROWS)]
+
+
 def test_variant_names():
     assert tokens.variant_name((), 0) == "all"
     assert [tokens.variant_name((64, 256), i) for i in range(3)] == ["rows<64", "64<=rows<256", "rows>=256"]

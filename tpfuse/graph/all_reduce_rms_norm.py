@@ -6,6 +6,7 @@ Both outputs of the operation are the values that the graph had: the norm and th
 
 from __future__ import annotations
 
+import math
 import operator
 
 from torch.fx import Graph
@@ -42,6 +43,7 @@ from tpfuse.graph.nodes import (
 )
 from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.kernels import dispatch
+from tpfuse.kernels.candidates import Problem
 from tpfuse.ops import rms_norm
 from tpfuse.ops.all_reduce_rms_norm import DTYPES, NAME, OP
 
@@ -52,7 +54,7 @@ def run(graph: Graph, context: Context) -> None:
     for norm in list(graph.nodes) if context.fusions[FUSION].on else ():
         if not is_call(norm, rms_norm.OP):
             continue
-        found = [(chain, _obstacle(norm, chain)) for chain in chains.trace(norm.args[0])]
+        found = [(chain, _obstacle(norm, chain, context)) for chain in chains.trace(norm.args[0])]
         chain = next((chain for chain, obstacle in found if not obstacle), None)
         if chain is None:
             norms[norm] = found[0][1] if found else _unreached(norm)
@@ -73,7 +75,7 @@ def run(graph: Graph, context: Context) -> None:
         context.decide("skipped", norm, fusion=FUSION, op="rms_norm", reason=reason)
 
 
-def _obstacle(norm: Node, chain: Chain) -> str:
+def _obstacle(norm: Node, chain: Chain, context: Context) -> str:
     """Why this chain must not be fused; empty if it may."""
     reduce, total = chain.all_reduce, chain.total
     device = value(norm).device.type
@@ -88,7 +90,31 @@ def _obstacle(norm: Node, chain: Chain) -> str:
         return "an input of the norm is computed after the sum is used"
     if _overtakes(norm, chain):
         return "an input is computed after another collective, which the all-reduce would have to wait for"
-    return dispatch.obstacle(NAME, str(reduce.args[2]), device)
+    return dispatch.obstacle(str(reduce.args[2]), device) or _unprofitable(norm, chain, context)
+
+
+def _unprofitable(norm: Node, chain: Chain, context: Context) -> str:
+    """Why the unfused graph is the fastest at every size that this graph may be called with; empty if it is not."""
+    *leading, hidden = value(chain.total).shape
+    if context.pinned_kernel or value(norm).device.type != "cuda" or not isinstance(hidden, int):
+        return ""
+    low, high = context.rows
+    if all(isinstance(size, int) for size in leading):
+        low = high = max(1, math.prod(leading))
+    _, weight, _, offset, normed_dtype, out_dtype = norm.args
+    problem = Problem(
+        op=NAME,
+        rows=low,
+        hidden=hidden,
+        dtype=value(chain.total).dtype,
+        weight_dtype=None if weight is None else dtype(weight),
+        normed_dtype=normed_dtype,
+        out_dtype=out_dtype,
+        weight_offset=offset,
+        modifiers=chain.bias is not None or chain.scale is not None,
+        residual=chain.residual is not None,
+    )
+    return dispatch.unprofitable(str(chain.all_reduce.args[2]), problem, high)
 
 
 def _unfit_all_reduce(reduce: Node) -> str:

@@ -23,6 +23,7 @@ from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.places import Places
 from tpfuse.kernels import dispatch
 from tpfuse.report import Recorder
+from tpfuse.tokens import MOST_ROWS
 from tpfuse.version import __version__
 
 
@@ -32,6 +33,7 @@ class TpfuseBackend:
     fusions   what is on and off
     recorder  where decisions go
     variant   name of the row-count range that this instance compiles for
+    rows      the fewest and the most rows in it
     model     the model that the graphs are of, for places in it to be told; None: as the graphs tell them
     agree     called with the name of each process group in a graph before the graph is rewritten; returns whether
               all-reduces may be merged, which must be the same on every rank
@@ -48,6 +50,7 @@ class TpfuseBackend:
         recorder: Recorder,
         *,
         variant: str = "all",
+        rows: tuple[int, int] = (1, MOST_ROWS),
         model: torch.nn.Module | None = None,
         agree: Callable[[str], bool] | None = None,
         config: FusionConfig | None = None,
@@ -57,7 +60,7 @@ class TpfuseBackend:
     ) -> None:
         self.fusions, self.recorder, self.variant, self.agree = fusions, recorder, variant, agree
         self.places = Places(model)
-        self.config = config or FusionConfig()
+        self.config, self.rows = config or FusionConfig(), rows
         self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -84,7 +87,7 @@ class TpfuseBackend:
             self._make_arenas(names)
         start = time.perf_counter()
         pinned = self.config.allreduce_rms_kernel
-        context = Context(self.fusions, self.recorder, self.variant, self.places, all(answers), pinned)
+        context = Context(self.fusions, self.recorder, self.variant, self.places, all(answers), pinned, self.rows)
         pipeline.run(module, context, training=not kwargs.get("is_inference", False))
         self.recorder.graphs += 1
         self.recorder.pass_seconds += time.perf_counter() - start

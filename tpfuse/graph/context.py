@@ -11,6 +11,7 @@ from tpfuse.config import Resolved
 from tpfuse.graph.nodes import ALL_REDUCE, ORDER, OTHER_ALL_REDUCES, WHERE, Node, is_call
 from tpfuse.graph.places import Places
 from tpfuse.report import Outcome, Recorder, Site
+from tpfuse.tokens import MOST_ROWS
 
 #: The field of FusionConfig that norms are raised, all-reduces merged and both fused for.
 FUSION = "fuse_allreduce_rms"
@@ -27,10 +28,11 @@ class Context:
         places: Places,
         may_merge: bool,
         pinned_kernel: str | None = None,
+        rows: tuple[int, int] = (1, MOST_ROWS),
     ) -> None:
         self.fusions = fusions
         self.may_merge = may_merge
-        self.pinned_kernel = pinned_kernel
+        self.pinned_kernel, self.rows = pinned_kernel, rows
         self.variant = variant
         self.rewrites = 0
         self.look_alikes: dict[Node, tuple[str, str]] = {}  # what a look-alike normalises -> (op, reason)

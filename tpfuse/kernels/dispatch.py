@@ -1,12 +1,13 @@
 """Which candidate runs, for this group and this call, decided from values that all ranks of the group share.
 
-At compile time ``prepare`` makes a group's arena and settles which table its ranks go by, ``obstacle`` says whether a
-site can be fused at all, ``names`` what may run there. At run time ``choose`` picks by the size of the call; the choice
-is remembered per kind of call.
+At compile time ``of`` makes a group's arena and settles which table its ranks go by, ``obstacle`` says whether a site can
+be fused at all, ``unprofitable`` whether that pays, ``names`` what may run there. At run time ``choose`` picks by the size
+of the call; the choice is remembered per kind of call.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from typing import Any
@@ -138,14 +139,29 @@ def _make(group: dist.ProcessGroup, arena_bytes: int) -> Dispatcher | str:
     return Dispatcher(made, table, source)
 
 
-def obstacle(op: str, group_name: str, device_type: str) -> str:
-    """Why nothing can compute the operation for that group on that kind of device; "" if something can."""
+def obstacle(group_name: str, device_type: str) -> str:
+    """Why no operation can be computed for that group on that kind of device; "" if they can."""
     if device_type == "cpu":
         return ""
     if device_type != "cuda":
         return f"no kernel for {device_type} in this version"
     found = of(group_name)
     return found if isinstance(found, str) else ""
+
+
+def unprofitable(group_name: str, problem: Problem, most_rows: int) -> str:
+    """Why a graph for ``problem.rows`` to ``most_rows`` rows is better left unfused; "" if a kernel of ours wins anywhere.
+
+    What the table gives to NCCL is left to the unfused graph, where Inductor fuses the norm with what follows it.
+    """
+    found = of(group_name)
+    assert isinstance(found, Dispatcher), found
+    rows = {most_rows, *(problem.rows << n for n in range(most_rows.bit_length()) if problem.rows << n < most_rows)}
+    chosen = (found.choose(dataclasses.replace(problem, rows=count)) for count in sorted(rows))
+    if any(each is not None and each[0].name != "nccl" for each in chosen):
+        return ""
+    sizes = f"{problem.rows} rows" if most_rows == problem.rows else f"{problem.rows} to {most_rows} rows"
+    return f"NCCL and the unfused norm are the fastest for {sizes} ({found.source})"
 
 
 def plain_kernel(op: str, group_name: str, device_type: str, message_bytes: int | None) -> str:
