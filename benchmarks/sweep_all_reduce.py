@@ -47,8 +47,8 @@ def one_size(
     ladder: Ladder, rows: int, hidden: int, k: int, dtype: torch.dtype, rounds: int, captured: bool
 ) -> dict[str, float]:
     """us by candidate, the GEMM alone and the limit among them."""
-    ranks, problem = ladder.ranks, Problem(ALL_REDUCE, 1, rows * hidden, dtype)
-    limit = limit_us(problem.row_bytes, ranks.size)
+    ranks, problem = ladder.ranks, Problem(ALL_REDUCE, rows * hidden, 1, dtype)
+    limit = limit_us(problem.rows * problem.row_bytes, ranks.size)
     inner, rounds = repeats(1.5 * limit + gemm_us(rows, hidden, k, dtype.itemsize), rounds)
     inner = inner if captured else 30
     gemm = Gemm(ranks, rows, hidden, k, dtype, inner)
@@ -78,7 +78,7 @@ def main() -> None:
 
     def run(ranks: Ranks) -> int:
         budget, ladder = Budget(ranks, args.seconds), Ladder(ranks, args.candidates)
-        ladder.prepare(Problem(ALL_REDUCE, 1, max(args.kilobytes) * 512, torch.bfloat16))
+        ladder.prepare(Problem(ALL_REDUCE, max(args.kilobytes) * 512, 1, torch.bfloat16))
         writer = Writer(ranks, args.out)
         for dtype, kilobytes in ((d, s) for d in args.dtype for s in args.kilobytes):
             if budget.spent():
@@ -87,7 +87,7 @@ def main() -> None:
             rows, hidden = shape_of(kilobytes, DTYPES[dtype])
             times = one_size(ladder, rows, hidden, args.k, DTYPES[dtype], args.rounds, not args.uncaptured)
             figures = " ".join(f"{name} {us:.2f}" for name, us in times.items() if name != GEMM_ALONE)
-            chosen = ladder.chosen(Problem(ALL_REDUCE, 1, rows * hidden, DTYPES[dtype]))
+            chosen = ladder.chosen(Problem(ALL_REDUCE, rows * hidden, 1, DTYPES[dtype]))
             figures += f" ({GEMM_ALONE} {times[GEMM_ALONE]:.1f})"
             ranks.say(f"{dtype} {kilobytes} KB: {figures} chosen={chosen} [{budget.elapsed()}]")
             writer.add(times, op=ALL_REDUCE, rows=rows, hidden=hidden, k=args.k, dtype=dtype)

@@ -40,9 +40,8 @@ TUNED_FUSION: Mapping[str, str] = {
     "rope_kvcache_fusion_max_token_num": "fuse_rope_kvcache",
 }
 
-#: Environment variable that turns everything off, on every rank that has it.
-DEBUG_VARIABLE = "TPFUSE_DEBUG"
-DISABLE_VARIABLE = "TPFUSE_DISABLE"
+#: Environment variables: the first turns everything off, the second makes ranks compare their calls first.
+DISABLE_VARIABLE, DEBUG_VARIABLE = "TPFUSE_DISABLE", "TPFUSE_DEBUG"
 
 #: "key=value" at the start of a text, and what separates several of them (a value may hold commas of its own).
 _SETTING, _SEPARATOR = re.compile(r"\s*\w+\s*=(?!=)"), re.compile(r"[,\s]+(?=\w+=)")

@@ -59,7 +59,8 @@ def _run(rank: int) -> dict[str, dict]:
         }
         if family in GRAPHED:
             tpfuse.apply(model, mode="reduce-overhead", fullgraph=True)
-            found[family]["reduce-overhead"] = max(_error(_logits(model, ids), eager) for _ in range(4))
+            errors = [_error(_logits(model, ids), eager) for _ in range(4)]
+            found[family]["reduce-overhead"] = max(errors, key=lambda error: (error != error, error))  # NaN is the largest
             found[family]["fused in graphs"] = tpfuse.explain(model).count(FUSION) == reaching
             tpfuse.remove(model)
     return found
@@ -68,7 +69,7 @@ def _run(rank: int) -> dict[str, dict]:
 def _check(found: dict[str, dict]) -> None:
     for family, values in found.items():
         limits = {"error": 0.05, "reduce-overhead": 0.05}
-        wrong = {k: v for k, v in values.items() if (v > limits[k] if k in limits else not v)}
+        wrong = {k: v for k, v in values.items() if (not v <= limits[k] if k in limits else not v)}
         assert not wrong, f"{family}: {wrong}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
@@ -31,7 +32,7 @@ def norm(rows, hidden=4096, **facts):
 
 
 def plain(elements, dtype=BF16):
-    return Problem(ALL_REDUCE, 1, elements, dtype)
+    return Problem(ALL_REDUCE, elements, 1, dtype)
 
 
 def by_table(*entries, op=ALL_REDUCE_RMS_NORM, row_bytes=8192, **arena):
@@ -59,16 +60,16 @@ def test_plain_by_table():
 
 def test_the_table_does_not_know_the_operation():
     dispatcher = by_table((1, NCCL))
-    assert chosen(dispatcher, plain(64)) == Choice("tpfuse_ring")
+    assert chosen(dispatcher, plain(64)) == NCCL
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_by_rule(world):
-    """Without a table: what is sent decides, and split only for a few rows with a norm."""
+    """Without a table: what is sent decides; a plain all-reduce is NCCL's."""
     dispatcher = Dispatcher(StandIn(world=world), None, "none")
     assert chosen(dispatcher, norm(1, 1024)) == Choice("tpfuse_split")
     assert chosen(dispatcher, norm(8, 1024)) == Choice("tpfuse_ring")
-    assert chosen(dispatcher, plain(4096)) == Choice("tpfuse_ring")
+    assert chosen(dispatcher, plain(4096)) == NCCL
     assert chosen(dispatcher, norm(1 << 16, 1024)) == NCCL
     assert chosen(dispatcher, plain(1 << 26)) == NCCL
 
@@ -161,26 +162,38 @@ def test_a_choice_is_made_once_per_kind_of_call(monkeypatch):
     call(8)
     call(4, residual=False)
     call(4, kernel="nccl")
-    assert [problem.rows for problem, _ in problems] == [4, 8, 4, 4]
-    assert not problems[2][0].residual and problems[3][1] == "nccl"
+    assert [problem.rows for problem, _ in problems] == [4, 8, 4]
+    assert problems[2][1] == "nccl"
     assert calls[4] == NCCL
 
 
 @pytest.fixture
-def unprofitable(monkeypatch):
-    """``dispatch.unprofitable`` of a group whose table gives 64 rows and more to NCCL."""
-    dispatcher = by_table((1, RING), (64, NCCL))
+def may_run(monkeypatch):
+    """``dispatch.may_run`` of a group whose table gives 64 rows and more to NCCL."""
+    dispatcher = by_table((1, Choice("tpfuse_split")), (8, RING), (64, NCCL))
     monkeypatch.setattr(dispatch, "of", lambda group_name: dispatcher)
-    return lambda low, high: dispatch.unprofitable("0", norm(low), high)
+    return lambda low, high, **facts: dispatch.may_run("0", "cuda", norm(low, **facts), high)
 
 
-@pytest.mark.parametrize("rows", [(1, 1), (63, 63), (1, 64), (1, 1 << 20), (63, 1 << 20), (3, 70)])
-def test_fusing_pays_somewhere(unprofitable, rows):
-    assert unprofitable(*rows) == ""
+def test_what_may_run_over_a_range_of_rows(may_run):
+    assert may_run(1, 1) == ["tpfuse_split"]
+    assert may_run(1, 1 << 20) == ["tpfuse_split", "tpfuse_ring", "nccl"]
+    assert may_run(8, 63) == ["tpfuse_ring"]
+    assert may_run(3, 70) == ["tpfuse_split", "tpfuse_ring", "nccl"]
+    assert may_run(64, 64) == may_run(64, 1 << 20) == ["nccl"]
+    assert may_run(4, 4, normed_dtype=torch.float16) == ["reference"]
+    assert dispatch.may_run("0", "cpu", norm(1), 9) == ["reference"]
+    assert dispatch.may_run("0", "cuda", norm(1), 9, "flashinfer") == ["flashinfer"]
 
 
-@pytest.mark.parametrize("rows", [(64, 64), (64, 1 << 20), (1000, 1000)])
-def test_fusing_pays_nowhere(unprofitable, rows):
-    told = unprofitable(*rows)
-    assert "NCCL and the unfused norm are the fastest" in told and "here" in told
-    assert (f"{rows[0]} rows" if rows[0] == rows[1] else f"{rows[0]} to {rows[1]} rows") in told
+def test_memory_of_a_library_is_made_for_the_largest_call_it_gets(may_run, monkeypatch):
+    prepared = []
+    known = CANDIDATES[ALL_REDUCE_RMS_NORM]
+    library = dataclasses.replace(
+        known["flashinfer"], prepare=lambda arena, p: prepared.append(p.rows) or "", cannot=lambda arena, p: ""
+    )
+    monkeypatch.setitem(known, "flashinfer", library)
+    dispatcher = by_table((1, RING), (16, Choice("flashinfer")), (1 << 16, RING))
+    monkeypatch.setattr(dispatch, "of", lambda group_name: dispatcher)
+    assert may_run(1, 64) == ["tpfuse_ring", "flashinfer"] and prepared == [64]
+    assert may_run(1, 1 << 20) == ["tpfuse_ring", "flashinfer"] and prepared[1:] == [8192]

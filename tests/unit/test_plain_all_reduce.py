@@ -7,6 +7,7 @@ import torch
 
 from tests.unit import norms
 from tests.unit.graphs import ALL_REDUCE, all_reduce, compile_with_tpfuse, values, world
+from tpfuse.graph import all_reduce as all_reduces
 from tpfuse.kernels import dispatch
 from tpfuse.ops.all_reduce import OP
 
@@ -24,7 +25,15 @@ def two_ranks():
 def pays(monkeypatch):
     """As on a machine whose table has a faster kernel for every size; the sizes asked for are kept."""
     asked = []
-    monkeypatch.setattr(dispatch, "plain_kernel", lambda op, group, device, size: asked.append(size) or "fast")
+
+    def may_run(group, device, problem, most_rows, pinned=None):
+        asked.append((problem.rows * problem.row_bytes, most_rows * problem.row_bytes))
+        return ["fast", "nccl"]
+
+    monkeypatch.setattr(all_reduces, "ON", "cpu")
+    monkeypatch.setattr(dispatch, "obstacle", lambda group, device: "")
+    real = dispatch.may_run
+    monkeypatch.setattr(dispatch, "may_run", lambda *args: may_run(*args) if args[2].op == "all_reduce" else real(*args))
     return asked
 
 
@@ -41,7 +50,7 @@ def test_replaced_where_it_pays(pays):
     x = values(T, D)
     run = compile_with_tpfuse(lambda x: torch.relu(all_reduce(x)), x)
     assert _count(run, OP) == 1 and _count(run, ALL_REDUCE) == 0
-    assert pays == [x.nbytes]
+    assert pays == [(x.nbytes, x.nbytes)]
     (site,) = run.report.sites
     assert site.outcome == "skipped" and site.kernel == "fast" and "no norm follows" in site.reason
     assert "; by fast" in str(run.report)

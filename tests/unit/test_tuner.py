@@ -139,19 +139,19 @@ def norm(rows, hidden):
 
 def test_layouts_of_a_large_ring():
     rings = of(norm(1024, 8192), "tpfuse_ring")
-    assert len(set(rings)) == len(rings) == 14
-    assert {choice.warps for choice in rings} == {4, 8, 16, 32}
+    assert len(set(rings)) == len(rings) == 6
+    assert {choice.warps for choice in rings} == {16, 32}
     assert {choice.blocks for choice in rings} == {132, 264}
     assert {choice.registers for choice in rings if choice.warps < 32} == {None, 64}
     assert {choice.registers for choice in rings if choice.warps == 32} == {None}  # 64 each is all there are
 
 
 def test_layouts_that_are_the_same_launch_are_one():
-    assert {choice.warps for choice in of(norm(1024, 4096), "tpfuse_ring")} == {4, 8, 16}  # 512 vectors
+    assert {choice.warps for choice in of(norm(1024, 4096), "tpfuse_ring")} == {8, 16}  # 512 vectors
     assert {choice.blocks for choice in of(norm(64, 4096), "tpfuse_ring")} == {264}  # 64 blocks
     assert {choice.blocks for choice in of(norm(1024, 4096), "tpfuse_ring", ring=55)} == {264}
-    assert of(norm(1, 64), "tpfuse_ring") == [Choice("tpfuse_ring", 1, 264), Choice("tpfuse_ring", 1, 264, 64)]
-    assert {choice.warps for choice in of(norm(1, 8192), "tpfuse_split")} == {8, 4, 2}
+    assert of(norm(1, 64), "tpfuse_ring") == [Choice("tpfuse_ring", 1, 264)]
+    assert {choice.warps for choice in of(norm(1, 8192), "tpfuse_split")} == {8, 4}
     assert {choice.warps for choice in of(norm(1, 4096), "tpfuse_split")} == {4, 2}
     assert of(norm(1, 64), "tpfuse_split") == [Choice("tpfuse_split", 1)]
 
@@ -167,7 +167,7 @@ def test_only_what_can():
 def test_a_plain_message_is_cut_as_the_kernel_cuts_it():
     own = pytest.importorskip("tpfuse.kernels.triton.own")
     assert proposals.PLAIN_VECTORS == own._PLAIN_VECTORS and proposals.SPLIT_PARTS == SPLIT
-    assert {choice.warps for choice in of(Size(ALL_REDUCE, 8192, 8192, BF16), "tpfuse_ring")} == {4, 8, 16}
+    assert {choice.warps for choice in of(Size(ALL_REDUCE, 8192, 8192, BF16), "tpfuse_ring")} == {8, 16}
     assert {choice.blocks for choice in of(Size(ALL_REDUCE, 132, 4096, BF16), "tpfuse_ring")} == {264}
     assert {choice.blocks for choice in of(Size(ALL_REDUCE, 133, 4096, BF16), "tpfuse_ring")} == {132, 264}
 

@@ -32,7 +32,7 @@ from tpfuse.errors import PeerTimeoutError
 
 SENTINEL = -0x7FFF8000  # 0x80008000 as a signed 32-bit number; kernels/triton/lamport.py says what it is
 SLOT_BYTES = 32 << 10  # the longest row that fits
-SLOTS = 4
+SLOTS = 4  # per block or row and source; a power of two, so that counters may wrap
 MAX_SPLIT_ROWS, SPLIT = 32, 4
 MAX_RING_BLOCKS = 512
 STATE_BYTES = 8

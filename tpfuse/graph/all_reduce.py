@@ -12,7 +12,11 @@ from torch.fx import Graph
 from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.nodes import ALL_REDUCE, WAIT, Node, dtype, emit, is_call, sole_user, value
 from tpfuse.kernels import dispatch
+from tpfuse.kernels.candidates import Problem
 from tpfuse.ops.all_reduce import DTYPES, NAME, OP
+
+MOST_ELEMENTS = 1 << 31  # of a message whose size varies
+ON = "cuda"  # elsewhere there is only one way to do it
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -22,13 +26,13 @@ def run(graph: Graph, context: Context) -> None:
         wait = sole_user(node)
         if wait is None or not is_call(wait, WAIT) or not _fit(node) or _next_call(node) is not wait:
             continue
-        kernel = dispatch.plain_kernel(NAME, node.args[2], value(node).device.type, _bytes(node))
-        if not kernel:
+        kernels = _may_run(node, str(node.args[2]))
+        if not kernels:
             continue
         with graph.inserting_before(node):
             reduced = emit(graph, OP, (node.args[0], node.args[2], None), like=node)
         wait.replace_all_uses_with(reduced)
-        context.amend(node, kernel=kernel)
+        context.amend(node, kernel="/".join(kernels))
         context.rewrites += 1
         graph.erase_node(wait)
         graph.erase_node(node)
@@ -46,9 +50,13 @@ def _next_call(node: Node) -> Node:
     return following
 
 
-def _bytes(node: Node) -> int | None:
-    """Size of the message; None where it varies."""
+def _may_run(node: Node, group_name: str) -> list[str]:
+    """Names of the kernels that run it instead of NCCL; none where nothing is measured to be faster."""
     tensor = value(node)
-    if not all(isinstance(size, int) for size in tensor.shape):
-        return None
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
+    if tensor.device.type != ON or dispatch.obstacle(group_name, ON):
+        return []
+    low, high = 1, MOST_ELEMENTS
+    if all(isinstance(size, int) for size in tensor.shape):
+        low = high = max(1, math.prod(tensor.shape))
+    names = dispatch.may_run(group_name, ON, Problem(NAME, low, 1, tensor.dtype), high)
+    return [name for name in names if name != "nccl"]

@@ -62,7 +62,7 @@ def run(graph: Graph, context: Context) -> None:
                 reduces.setdefault(blocked.all_reduce, obstacle)
             continue
         group = str(chain.all_reduce.args[2])
-        kernel = context.pinned_kernel or dispatch.names(NAME, group, value(norm).device.type)
+        kernel = "/".join(_may_run(norm, chain, context))
         context.decide("fused", chain.all_reduce, fusion=FUSION, group=group, kernel=kernel)
         context.rewrites += 1
         _rewrite(graph, norm, chain, context.pinned_kernel)
@@ -84,37 +84,39 @@ def _obstacle(norm: Node, chain: Chain, context: Context) -> str:
         return general
     if chain.shared or len(reduce.users) > 1:
         return "something else uses the all-reduced value before the residual is added"
+    if not isinstance(value(total).shape[-1], int):
+        return "the hidden size varies"
     if not is_contiguous(total):
         return "the summed value is not contiguous"
     if not is_before(latest(_inputs(norm, chain)), _first_use(norm, chain)):
         return "an input of the norm is computed after the sum is used"
     if _overtakes(norm, chain):
         return "an input is computed after another collective, which the all-reduce would have to wait for"
-    return dispatch.obstacle(str(reduce.args[2]), device) or _unprofitable(norm, chain, context)
+    obstacle = dispatch.obstacle(str(reduce.args[2]), device)
+    if not obstacle and _may_run(norm, chain, context) == ["nccl"]:
+        return "NCCL and the unfused norm are measured to be the fastest for these rows"
+    return obstacle
 
 
-def _unprofitable(norm: Node, chain: Chain, context: Context) -> str:
-    """Why the unfused graph is the fastest at every size that this graph may be called with; empty if it is not."""
-    *leading, hidden = value(chain.total).shape
-    if context.pinned_kernel or value(norm).device.type != "cuda" or not isinstance(hidden, int):
-        return ""
+def _may_run(norm: Node, chain: Chain, context: Context) -> list[str]:
+    """Names of what would run the site in place of NCCL and a norm, over all row counts of the graph."""
+    total = value(chain.total)
+    *leading, hidden = total.shape
     low, high = context.rows
     if all(isinstance(size, int) for size in leading):
         low = high = max(1, math.prod(leading))
-    _, weight, _, offset, normed_dtype, out_dtype = norm.args
+    _, weight, _, _, normed_dtype, out_dtype = norm.args
     problem = Problem(
         op=NAME,
         rows=low,
-        hidden=hidden,
-        dtype=value(chain.total).dtype,
-        weight_dtype=None if weight is None else dtype(weight),
+        hidden=int(hidden),
+        dtype=total.dtype,
+        weight_dtype=dtype(weight) if is_node(weight) else None,
         normed_dtype=normed_dtype,
         out_dtype=out_dtype,
-        weight_offset=offset,
         modifiers=chain.bias is not None or chain.scale is not None,
-        residual=chain.residual is not None,
     )
-    return dispatch.unprofitable(str(chain.all_reduce.args[2]), problem, high)
+    return dispatch.may_run(str(chain.all_reduce.args[2]), total.device.type, problem, high, context.pinned_kernel)
 
 
 def _unfit_all_reduce(reduce: Node) -> str:

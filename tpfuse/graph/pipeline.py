@@ -35,7 +35,7 @@ def unavailable() -> dict[str, str]:
     missing = {name: "not in this version of tpfuse" for name in FUSION_LEVELS if name not in OPS}
     return {
         **missing,
-        "fi_allreduce_fusion_max_size_mb": "FlashInfer runs only where allreduce_rms_kernel names it, at every size",
+        "fi_allreduce_fusion_max_size_mb": "in this version a table or allreduce_rms_kernel chooses FlashInfer",
     }
 
 

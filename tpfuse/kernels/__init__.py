@@ -5,4 +5,5 @@ nothing of the operation that uses it. Where a group has no symmetric arena ther
 left as it was. The CPU runs the operation's reference.
 """
 
+#: What the report calls an operation's reference where that runs.
 REFERENCE = "reference"

@@ -25,10 +25,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Problem:
     """A call, as far as a choice depends on it: the same on every rank.
 
-    rows         T, all leading dimensions together; at least 1
-    hidden       D, elements of a row (a plain all-reduce: all elements, in one row)
-    weight_dtype, normed_dtype, out_dtype, weight_offset, modifiers, residual
-                 of the norm; modifiers: a bias or a scale is there
+    rows, hidden  T, all leading dimensions together, at least 1, and D (a plain all-reduce: its elements, and 1)
+    weight_dtype, normed_dtype, out_dtype, modifiers
+                  of the norm; modifiers: a bias or a scale is there
     """
 
     op: str
@@ -38,9 +37,7 @@ class Problem:
     weight_dtype: torch.dtype | None = None
     normed_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
-    weight_offset: float = 0.0
     modifiers: bool = False
-    residual: bool = True
 
     @property
     def row_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """Which candidate runs, for this group and this call, decided from values that all ranks of the group share.
 
 At compile time ``of`` makes a group's arena and settles which table its ranks go by, ``obstacle`` says whether a site can
-be fused at all, ``unprofitable`` whether that pays, ``names`` what may run there. At run time ``choose`` picks by the size
-of the call; the choice is remembered per kind of call.
+be fused at all, ``may_run`` what would run there. At run time ``choose`` picks by the size of the call; the choice is
+remembered per kind of call.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from tpfuse.comm import agreement, arena, groups
 from tpfuse.comm.arena import Arena
 from tpfuse.config import is_debugging
 from tpfuse.errors import ConfigError
+from tpfuse.kernels import REFERENCE
 from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, CANDIDATES, Candidate, Problem
 from tpfuse.tables import Choice, Machine, Table
 
 _MOST_CHOICES = 4096
 _RULE_BYTES = 256 << 10
+_MOST_PREPARED_ROWS = 8192  # larger calls are left to kernels that need no memory of their own
 _UNKNOWN: Any = object()
 
 
@@ -43,7 +46,9 @@ class Dispatcher:
         """
         known = CANDIDATES[problem.op]
         if pinned is not None:
-            why = _why_not(known[pinned], self.arena, problem) if pinned in known else f"the kernels are {', '.join(known)}"
+            why = f"the kernels are {', '.join(known)}"
+            if pinned in known:  # after what memory it needs has been made
+                why = known[pinned].prepare(self.arena, problem) or known[pinned].cannot(self.arena, problem)
             if why:
                 raise ConfigError(f"kernel {pinned!r} cannot run {problem.op}: {why}")
             return known[pinned], Choice(pinned)
@@ -53,12 +58,23 @@ class Dispatcher:
                 return known[each.candidate], each
         return None
 
+    def prepare(self, problems: Sequence[Problem]) -> None:
+        """Make the memory of every library that the table chooses for one of the problems, for the largest of those."""
+        prepared = set()
+        for problem in sorted(problems, key=lambda each: -each.rows) if self.table else ():
+            assert self.table is not None
+            choice = self.table.choose(problem.op, problem.rows, problem.row_bytes)
+            candidate = CANDIDATES[problem.op].get(choice.candidate) if choice else None
+            if candidate is not None and candidate.name not in prepared and problem.rows <= _MOST_PREPARED_ROWS:
+                candidate.prepare(self.arena, problem)
+                prepared.add(candidate.name)
+
     def all_reduce(self, kernel: str | None, input: torch.Tensor) -> torch.Tensor:
         """Run the plain all-reduce of at least one element."""
         key = (input.numel(), input.dtype, kernel)
         found = self._chosen.get(key)
         if found is None:
-            found = self._remember(key, self.choose(Problem(ALL_REDUCE, 1, input.numel(), input.dtype), kernel))
+            found = self._remember(key, self.choose(Problem(ALL_REDUCE, input.numel(), 1, input.dtype), kernel))
             assert found is not None  # NCCL can do everything
         if self._debug:
             self._compare(ALL_REDUCE, key)
@@ -77,24 +93,25 @@ class Dispatcher:
         return found
 
     def _by_rule(self, problem: Problem) -> Choice:
-        """Without a table: our kernels while every rank sends little, NCCL above."""
+        """Without a table: our kernels while every rank sends little, NCCL above (it overlaps) and where no norm
+        follows."""
         message = problem.rows * problem.row_bytes * (self.arena.world - 1)
-        if message > _RULE_BYTES:
+        if message > _RULE_BYTES or problem.op == ALL_REDUCE:
             return Choice("nccl")
-        return Choice("tpfuse_split" if problem.rows <= 4 and problem.op == ALL_REDUCE_RMS_NORM else "tpfuse_ring")
+        return Choice("tpfuse_split" if problem.rows <= 4 else "tpfuse_ring")
 
     def all_reduce_rms_norm(self, kernel: str | None, input: torch.Tensor, *arguments: Any) -> Any:
         """Run the operation on at least one row; arguments as in ``tpfuse.ops``. None: only its reference can."""
-        weight, _, residual, bias, scale, scale_tensor, offset, normed_dtype, out_dtype = arguments
+        weight, _, _, bias, scale, scale_tensor, _, normed_dtype, out_dtype = arguments
         modified = bias is not None or scale is not None or scale_tensor is not None
         weight_dtype = None if weight is None else weight.dtype
-        key = (input.shape, input.dtype, weight_dtype, normed_dtype, out_dtype, offset, modified, residual is None, kernel)
+        key = (input.shape, input.dtype, weight_dtype, normed_dtype, out_dtype, modified, kernel)
         found = self._chosen.get(key, _UNKNOWN)
         if found is _UNKNOWN:
             hidden = input.shape[-1]
             problem = Problem(
                 ALL_REDUCE_RMS_NORM, input.numel() // hidden, hidden, input.dtype,
-                weight_dtype, normed_dtype, out_dtype, offset, modified, residual is not None,
+                weight_dtype, normed_dtype, out_dtype, modified,
             )  # fmt: skip
             found = self._remember(key, self.choose(problem, kernel))
         if self._debug:
@@ -103,11 +120,6 @@ class Dispatcher:
             return None
         candidate, choice = found
         return candidate.run(self.arena, choice, input, *arguments)
-
-
-def _why_not(candidate: Candidate, arena: Arena, problem: Problem) -> str:
-    """Why a candidate that was asked for by name cannot do a problem, after what memory it needs has been made."""
-    return candidate.prepare(arena, problem) or candidate.cannot(arena, problem)
 
 
 _dispatchers: weakref.WeakKeyDictionary[dist.ProcessGroup, Dispatcher | str] = weakref.WeakKeyDictionary()
@@ -149,42 +161,23 @@ def obstacle(group_name: str, device_type: str) -> str:
     return found if isinstance(found, str) else ""
 
 
-def unprofitable(group_name: str, problem: Problem, most_rows: int) -> str:
-    """Why a graph for ``problem.rows`` to ``most_rows`` rows is better left unfused; "" if a kernel of ours wins anywhere.
+def may_run(group_name: str, device_type: str, problem: Problem, most_rows: int, pinned: str | None = None) -> list[str]:
+    """Names of what runs calls of ``problem.rows`` to ``most_rows`` rows, fewest rows first, where there is no obstacle.
 
-    What the table gives to NCCL is left to the unfused graph, where Inductor fuses the norm with what follows it.
+    Where it is NCCL alone, nothing is won by fusing: the unfused graph does the same, and Inductor may fuse the norm with
+    what follows it. Makes what memory the libraries among them need: collective.
     """
-    found = of(group_name)
-    assert isinstance(found, Dispatcher), found
-    rows = {most_rows, *(problem.rows << n for n in range(most_rows.bit_length()) if problem.rows << n < most_rows)}
-    chosen = (found.choose(dataclasses.replace(problem, rows=count)) for count in sorted(rows))
-    if any(each is not None and each[0].name != "nccl" for each in chosen):
-        return ""
-    sizes = f"{problem.rows} rows" if most_rows == problem.rows else f"{problem.rows} to {most_rows} rows"
-    return f"NCCL and the unfused norm are the fastest for {sizes} ({found.source})"
-
-
-def plain_kernel(op: str, group_name: str, device_type: str, message_bytes: int | None) -> str:
-    """What runs a plain all-reduce of that size (None: of any) instead of NCCL; "" where nothing is measured faster."""
-    found = of(group_name) if device_type == "cuda" else ""
-    if isinstance(found, str) or found.table is None:
-        return ""
-    if message_bytes is None:
-        chosen = found.table.candidates(op)
-    else:
-        choice = found.table.choose(op, 1, max(1, message_bytes))
-        chosen = () if choice is None else (choice.candidate,)
-    return "/".join(name for name in chosen if name in CANDIDATES[op] and name != "nccl")
-
-
-def names(op: str, group_name: str, device_type: str) -> str:
-    """What may run at a site, for the report."""
     if device_type == "cpu":
-        return "reference"
+        return [REFERENCE]
+    if pinned is not None:
+        return [pinned]
     found = of(group_name)
     assert isinstance(found, Dispatcher), found
-    listed = found.table.candidates(op) if found.table else ()
-    return "/".join(listed or ("tpfuse_split", "tpfuse_ring", "nccl"))
+    counts = {most_rows, *(problem.rows << n for n in range(most_rows.bit_length()) if problem.rows << n < most_rows)}
+    problems = [dataclasses.replace(problem, rows=count) for count in sorted(counts)]
+    found.prepare(problems)
+    chosen = [found.choose(each) for each in problems]
+    return list(dict.fromkeys(REFERENCE if each is None else each[0].name for each in chosen))
 
 
 @functools.cache

@@ -16,7 +16,9 @@ from tpfuse.tables import PLAIN_ROW_BYTES, Choice
 
 VECTOR_BYTES = 16
 PLAIN_VECTORS, SPLIT_PARTS = 512, 4  # own.all_reduce cuts a message into pieces, split a row into parts
-SPLIT_WARPS, RING_WARPS = (8, 4, 16, 2), (8, 4, 16, 32)
+#: The layouts that were ever the fastest on 2x H200. The rule of thumb's own comes first.
+SPLIT_VECTORS_PER_THREAD, RING_VECTORS_PER_THREAD = (1, 2), (2, 1)
+MOST_WARPS = 32
 #: Of a ring, per multiprocessor. The rule of thumb's own comes first: where a grid is smaller anyway, it stands for both.
 RING_BLOCKS = (2, 1)
 REGISTERS = (None, 64)
@@ -36,7 +38,7 @@ class Size:
     def problem(self) -> Problem:
         """As a model's call looks to the dispatcher: Llama's norm, or all elements in one row."""
         if self.op == ALL_REDUCE:
-            return Problem(self.op, 1, self.rows * self.hidden, self.dtype)
+            return Problem(self.op, self.rows * self.hidden, 1, self.dtype)
         return Problem(self.op, self.rows, self.hidden, self.dtype, self.dtype, self.dtype, self.dtype)
 
     @property
@@ -79,19 +81,19 @@ def choices(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
 
 
 def split_layouts(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
-    most = _most_warps(-(-_grid(problem)[1] // SPLIT_PARTS))
-    return [Choice("tpfuse_split", warps) for warps in dict.fromkeys(min(warps, most) for warps in SPLIT_WARPS)]
+    part = -(-_grid(problem)[1] // SPLIT_PARTS)
+    return [Choice("tpfuse_split", warps) for warps in _warps(part, SPLIT_VECTORS_PER_THREAD)]
 
 
 def ring_layouts(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
     """Layouts that come to the same launch (see kernels/triton/launch.py) are one."""
     rows, vectors = _grid(problem)
     effective: dict[tuple, Choice] = {}
-    for warps in RING_WARPS:
+    for running in _warps(vectors, RING_VECTORS_PER_THREAD):
         for per_multiprocessor in RING_BLOCKS:
-            for registers in REGISTERS:
+            # With a row for each block, more blocks at a time are no use.
+            for registers in REGISTERS if rows > max(RING_BLOCKS) * multiprocessors else (None,):
                 blocks = per_multiprocessor * multiprocessors
-                running = min(warps, _most_warps(vectors))
                 # No thread can have more than its share of the registers: to ask for that is no limit.
                 bound = registers if registers and registers * running * _WARP < _REGISTER_FILE else None
                 launch = (running, min(rows, arena.ring.size, blocks), bound)
@@ -101,12 +103,13 @@ def ring_layouts(arena: Any, problem: Problem, multiprocessors: int) -> list[Cho
 
 def _grid(problem: Problem) -> tuple[int, int]:
     """(rows, vectors of a row) as the kernels see a problem."""
-    vectors = -(-problem.row_bytes // VECTOR_BYTES)
     if problem.op != ALL_REDUCE:
-        return problem.rows, vectors
+        return problem.rows, -(-problem.row_bytes // VECTOR_BYTES)
+    vectors = -(-problem.rows * problem.row_bytes // VECTOR_BYTES)
     return -(-vectors // PLAIN_VECTORS), min(PLAIN_VECTORS, vectors)
 
 
-def _most_warps(vectors: int) -> int:
-    """Never more threads in a block than vectors, rounded up to a power of two."""
-    return max(_WARP, 1 << (vectors - 1).bit_length()) // _WARP
+def _warps(vectors: int, per_thread: Sequence[int]) -> list[int]:
+    """Warps of a block for so many vectors (rounded up to a power of two) of each thread; never a thread without any."""
+    most = max(_WARP, 1 << (vectors - 1).bit_length()) // _WARP
+    return list(dict.fromkeys(min(MOST_WARPS, max(1, most // each)) for each in per_thread))

@@ -10,6 +10,7 @@ our item t - 2 (split.py: t - 1), which we pushed after clearing item t - 4 (spl
 import triton
 import triton.language as tl
 
+from tpfuse.comm import arena
 from tpfuse.kernels.triton.lamport import (
     BF16,
     FP16,
@@ -29,7 +30,7 @@ from tpfuse.kernels.triton.lamport import (
     take,
 )
 
-SLOTS = tl.constexpr(4)  # per ring; a power of two, so that counters may wrap
+SLOTS = tl.constexpr(arena.SLOTS)
 NO_WEIGHT, SAME_WEIGHT, WIDE_WEIGHT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 #: Parameters that a kernel is not compiled anew for.
 RUN_TIME = (
