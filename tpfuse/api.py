@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tpfuse import environment
 from tpfuse.applied import AppliedModel, CompileOptions, Request
 from tpfuse.comm import agreement, arena, groups
-from tpfuse.config import DISABLE_VARIABLE, FusionConfig, is_disabled
+from tpfuse.config import DEBUG_VARIABLE, DISABLE_VARIABLE, FusionConfig, is_debugging, is_disabled
 from tpfuse.errors import ConfigError, NotAppliedError, TpfuseError
 from tpfuse.graph import pipeline
 from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, CANDIDATES
@@ -132,6 +132,7 @@ def _request(model: torch.nn.Module, config: Any, strict: bool, compile_options:
         "tpfuse": __version__,
         "torch": str(torch.__version__),
         DISABLE_VARIABLE: str(is_disabled()),
+        DEBUG_VARIABLE: str(is_debugging()),
         "config": json.dumps(loaded.to_dict(), sort_keys=True),
         "strict": str(strict),
         "compile options": options.told,

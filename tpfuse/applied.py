@@ -74,7 +74,7 @@ class AppliedModel:
         self.model, self.request = model, request
         self.recorder = Recorder(request.fusions)
         self.previous_call = model._compiled_call_impl
-        self._may_merge: dict[str, bool] = {}  # by group, once its ranks have been asked
+        self._alike: dict[str, bool] = {}  # by group, once its ranks have been asked
         self._callables: dict[tuple[int, str], Callable] = {}
         self._checked_strictly = not request.strict
         self._paused = ""  # why calls run the model as it is
@@ -162,21 +162,21 @@ class AppliedModel:
         rest = {name: value for name, value in values.items() if name not in ("mode", "options")}
         return torch.compile(_entry(self.model), backend=backend, **rest)
 
-    def _agree(self, group_name: str) -> bool:
-        """At a group's first graph: compare the request with its other ranks, and whether they look into the same modules.
+    def _agree(self, group_name: str, digest: str) -> bool:
+        """At a group's first graph: compare the request with its other ranks, and whether they have the same graph.
 
-        A hook may keep a value that a merged all-reduce would no longer have. If only some ranks have such a hook, none
-        merges: the number of collectives must not depend on the rank.
+        A hook may keep a value that a merged or fused all-reduce would no longer have, or break the graph. If only some
+        ranks have such a hook, none changes a collective: their number and order must not depend on the rank.
         """
-        if group_name not in self._may_merge:
+        if group_name not in self._alike:
             hooked = [n for n, m in self.model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
-            alike = agreement.agree(
-                groups.resolve(group_name), "tpfuse.apply", dict(self.request.proposal), may_differ=repr(hooked)
-            )
-            self._may_merge[group_name] = alike
+            proposal = dict(self.request.proposal)
+            group = groups.resolve(group_name)
+            alike = agreement.agree(group, "tpfuse.apply", proposal, may_differ=f"{digest} {hooked}")
+            self._alike[group_name] = alike
             if not alike:
-                self.recorder.note("ranks have different forward hooks: all-reduces are not merged")
-        return self._may_merge[group_name]
+                self.recorder.note("ranks have different graphs or forward hooks: their collectives are not changed")
+        return self._alike[group_name]
 
     def _check_strictly(self) -> None:
         report = self.report()
@@ -204,14 +204,14 @@ def _entry(model: torch.nn.Module) -> Callable:
     return types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
 
 
-def _weakly(applied: AppliedModel) -> Callable[[str], bool]:
+def _weakly(applied: AppliedModel) -> Callable[[str, str], bool]:
     """``applied._agree`` for a backend, which Dynamo keeps for ever, and with it whatever it holds."""
     reference = weakref.ref(applied)
 
-    def agree(group_name: str) -> bool:
+    def agree(group_name: str, digest: str) -> bool:
         found = reference()
         assert found is not None, "a model compiles only while it is called"
-        return found._agree(group_name)
+        return found._agree(group_name, digest)
 
     return agree
 

@@ -26,5 +26,5 @@ class NotAppliedError(TpfuseError, ValueError):
 
 
 class PeerTimeoutError(TpfuseError, RuntimeError):
-    """A kernel waited for a rank that did not answer in time. Outputs since then are NaN; the group cannot be used
+    """A kernel waited for a rank that did not answer in time. What it waited for is NaN; the group cannot be used
     again."""

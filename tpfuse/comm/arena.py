@@ -58,7 +58,7 @@ class Alone:
     world, rank, peers, control, base = 1, 0, 0, 0, 0
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.multiprocessors = device, _multiprocessors(device)
         self.ring = Region(0, 1 << 16, 0)
         self.plans: dict[tuple, Any] = {}
 
@@ -80,13 +80,14 @@ class Arena:
 
         self.group_name, self.rank, self.world = group.group_name, group.rank(), group.size()
         self.device, self.bytes = device, size
+        self.multiprocessors = _multiprocessors(device)  # of the rank that has the fewest: grids are the same on all
         self.split, self.ring = layout(size, self.world)
         self._group = weakref.ref(group)
         self._memory = _SymmetricMemory.empty_strided_p2p((size // 4,), (1,), torch.int32, device)
         self._record = torch.zeros(_RECORD_WORDS, dtype=torch.int32).pin_memory()
         self._control = torch.zeros(3, dtype=torch.int64, device=device)
         self._seen = self._record.numpy()  # reads without a torch call
-        self._stream = 0
+        self._stream = -1  # of the call before; no stream has that handle, the default stream has 0
         self._last: torch.cuda.Stream | None = None
         self.failure = ""
         self.plans: dict[tuple, Any] = {}  # what kernels want to keep for as long as the arena lives
@@ -147,13 +148,14 @@ class Arena:
 
     def _told(self) -> str:
         _, tag, epoch, _ = (int(word) for word in self._seen)
-        op, region = TAGS[tag & 0xFF]
+        op, region = TAGS.get(tag & 0xFF, ("?", "ring"))
         peer, block = (tag >> 8) & 0xFF, tag >> 16
         seen = self._epoch_of(peer, getattr(self, region).state + block * STATE_BYTES)
         return (
             f"{op}: rank {self.rank} of group {self.group_name!r} waited {self.deadline_s:g} s for rank {peer} and gave up "
-            f"(block {block}: expected epoch {epoch}, the peer's is {seen}). What was computed since then is NaN, and the "
-            "group cannot be used any more. The peer has died, hangs, or was called with other shapes or in another order"
+            f"(block {block}: expected epoch {epoch}, the peer's is {seen}). What it waited for is NaN, nothing computed "
+            "since then is to be trusted, and the group cannot be used any more. The peer has died, hangs, or was called "
+            "with other shapes or in another order"
         )
 
     def _epoch_of(self, peer: int, offset: int) -> int:
@@ -223,11 +225,13 @@ def _make(group: dist.ProcessGroup, size: int) -> Arena | str:
     if not groups.has_peers(group):
         return reason
     facts = {"host": _host(), "device": _identity(device), "bytes": str(size), "name": uuid.uuid4().hex}
+    facts["multiprocessors"] = str(_multiprocessors(device))
     everybody = agreement.exchange(group, SUBJECT, {"reason": reason, **facts})
     reason = _common_reason(everybody) or _mismatch(everybody)
     if reason:
         return reason
     assert arena is not None
+    arena.multiprocessors = min(int(each["multiprocessors"]) for each in everybody)
     try:
         arena.connect(group, f"tpfuse/arena/{everybody[0]['name']}", _timeout_s(group, device))
     except RuntimeError as error:
@@ -270,7 +274,7 @@ def layout(size: int, world: int) -> tuple[Region, Region]:
     blocks = min(MAX_RING_BLOCKS, (size - HEADER_BYTES - rows * block) // block)
     if rows < 1 or blocks < 1:
         raise ValueError(
-            f"an arena of {size} bytes is too small for {world} ranks: {HEADER_BYTES + 5 * block} are the least"
+            f"an arena of {size} bytes is too small for {world} ranks: {HEADER_BYTES + 4 * block} are the least"
         )
     ring = HEADER_BYTES + rows * block
     return Region(HEADER_BYTES, rows, 0), Region(ring, blocks, MAX_SPLIT_ROWS * SPLIT * STATE_BYTES)
@@ -285,6 +289,10 @@ def _abort(group: dist.ProcessGroup | None) -> None:
     """End what NCCL still has running over the group: its peers will not answer there either."""
     if group is not None and groups.exists(group):
         group.abort()
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def _host() -> str:

@@ -20,7 +20,7 @@ ON = "cuda"  # elsewhere there is only one way to do it
 
 
 def run(graph: Graph, context: Context) -> None:
-    for node in list(graph.nodes) if context.fusions[FUSION].on else ():
+    for node in list(graph.nodes) if context.fusions[FUSION].on and context.ranks_alike else ():
         if not is_call(node, ALL_REDUCE):
             continue
         wait = sole_user(node)

@@ -84,14 +84,14 @@ def _obstacle(norm: Node, chain: Chain, context: Context) -> str:
         return general
     if chain.shared or len(reduce.users) > 1:
         return "something else uses the all-reduced value before the residual is added"
-    if not isinstance(value(total).shape[-1], int):
-        return "the hidden size varies"
     if not is_contiguous(total):
         return "the summed value is not contiguous"
     if not is_before(latest(_inputs(norm, chain)), _first_use(norm, chain)):
         return "an input of the norm is computed after the sum is used"
     if _overtakes(norm, chain):
         return "an input is computed after another collective, which the all-reduce would have to wait for"
+    if device != "cpu" and not context.ranks_alike:  # there the operation is made of the model's own collectives
+        return "ranks have different graphs or forward hooks"
     obstacle = dispatch.obstacle(str(reduce.args[2]), device)
     if not obstacle and _may_run(norm, chain, context) == ["nccl"]:
         return "NCCL and the unfused norm are measured to be the fastest for these rows"
@@ -109,7 +109,7 @@ def _may_run(norm: Node, chain: Chain, context: Context) -> list[str]:
     problem = Problem(
         op=NAME,
         rows=low,
-        hidden=int(hidden),
+        hidden=hidden if isinstance(hidden, int) else hidden.node.hint,  # of this call: it only says what may run
         dtype=total.dtype,
         weight_dtype=dtype(weight) if is_node(weight) else None,
         normed_dtype=normed_dtype,

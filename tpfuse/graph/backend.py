@@ -35,8 +35,8 @@ class TpfuseBackend:
     variant   name of the row-count range that this instance compiles for
     rows      the fewest and the most rows in it
     model     the model that the graphs are of, for places in it to be told; None: as the graphs tell them
-    agree     called with the name of each process group in a graph before the graph is rewritten; returns whether
-              all-reduces may be merged, which must be the same on every rank
+    agree     called with the name of each process group in a graph, and with a digest of the graph, before that is
+              rewritten; returns whether the group's ranks are alike, the same answer on each of them
     config    sizes, time-outs and kernels that were asked for
     mode, options, dynamic  as for torch.compile's "inductor" backend
     """
@@ -52,7 +52,7 @@ class TpfuseBackend:
         variant: str = "all",
         rows: tuple[int, int] = (1, MOST_ROWS),
         model: torch.nn.Module | None = None,
-        agree: Callable[[str], bool] | None = None,
+        agree: Callable[[str, str], bool] | None = None,
         config: FusionConfig | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
@@ -80,9 +80,9 @@ class TpfuseBackend:
     def _inner_compile(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx_inner
 
-        agree = self.agree or (lambda name: True)
-        names = pipeline.group_names(module.graph)
-        answers = [agree(name) for name in names]  # all are asked, whatever the first says
+        agree = self.agree or (lambda name, digest: True)
+        names, digest = pipeline.group_names(module.graph), pipeline.digest(module.graph)
+        answers = [agree(name, digest) for name in names]  # all are asked, whatever the first says
         if pipeline.on_cuda(module.graph):
             self._make_arenas(names)
         start = time.perf_counter()
@@ -140,14 +140,14 @@ def tpfuse_backend(
     return backend(module, example_inputs)
 
 
-def _agree(group_name: str) -> bool:
-    """Once per group: every rank that compiles with this backend has the same version, on or off."""
+def _agree(group_name: str, digest: str) -> bool:
+    """Once per group: every rank that compiles with this backend has the same version, on or off; whether the same
+    graph."""
     group = groups.resolve(group_name)
     if group not in _agreed:
         proposal = {"tpfuse": __version__, DISABLE_VARIABLE: str(is_disabled())}
-        agreement.agree(group, 'torch.compile(backend="tpfuse")', proposal)
-        _agreed.add(group)
-    return True
+        _agreed[group] = agreement.agree(group, 'torch.compile(backend="tpfuse")', proposal, may_differ=digest)
+    return _agreed[group]
 
 
-_agreed: weakref.WeakSet[Any] = weakref.WeakSet()  # groups may end before the process does
+_agreed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # groups may end before the process does

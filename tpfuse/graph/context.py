@@ -18,7 +18,10 @@ FUSION = "fuse_allreduce_rms"
 
 
 class Context:
-    """State of one run of the pipeline over one graph."""
+    """State of one run of the pipeline over one graph.
+
+    ranks_alike  whether the ranks of its groups have the same graph: else only what changes no collective may be done
+    """
 
     def __init__(
         self,
@@ -26,12 +29,12 @@ class Context:
         recorder: Recorder,
         variant: str,
         places: Places,
-        may_merge: bool,
+        ranks_alike: bool,
         pinned_kernel: str | None = None,
         rows: tuple[int, int] = (1, MOST_ROWS),
     ) -> None:
         self.fusions = fusions
-        self.may_merge = may_merge
+        self.ranks_alike = ranks_alike
         self.pinned_kernel, self.rows = pinned_kernel, rows
         self.variant = variant
         self.rewrites = 0

@@ -43,7 +43,7 @@ class _Term:
 
 
 def run(graph: Graph, context: Context) -> None:
-    if not context.fusions[FUSION].on or not context.may_merge:
+    if not context.fusions[FUSION].on or not context.ranks_alike:
         return
     for root in list(graph.nodes):
         if plain_binary(root, ADD) and is_tensor(root) and not _is_inner(root):

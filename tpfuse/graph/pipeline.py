@@ -4,19 +4,23 @@ raise   first: fusions only know canonical norms
 merge   before fusing: two all-reduces that meet in a sum are one site
 fuse    takes canonical nodes, one pass per fusion
 plain   after fusing: an all-reduce that no fusion took is still one
-lower   last: what nobody took becomes what it was
+lower   what nobody took becomes what it was
+order   last: pins the order of the collectives that there are now
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule
 
 from tpfuse.config import FUSION_LEVELS
-from tpfuse.graph import all_reduce, all_reduce_rms_norm, lower, merge_all_reduces, raise_
+from tpfuse.graph import all_reduce, all_reduce_rms_norm, lower, merge_all_reduces, order, raise_
 from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.nodes import ALL_REDUCE, OTHER_ALL_REDUCES, is_call, value
+from tpfuse.ops.all_reduce import OP as PLAIN_OP
+from tpfuse.ops.all_reduce_rms_norm import OP as FUSED_OP
 
 PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     merge_all_reduces.run,
@@ -24,6 +28,7 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     all_reduce_rms_norm.run,
     all_reduce.run,
     lower.run,
+    order.run,
 )
 
 #: Fusions that this version has a pass for, and the operation that each of them puts into a graph.
@@ -41,13 +46,22 @@ def unavailable() -> dict[str, str]:
 
 def group_names(graph: Graph) -> list[str]:
     """Names of the process groups that the graph reduces over, in order of first use."""
-    names = (node.args[2] for node in graph.nodes if is_call(node, ALL_REDUCE))
+    places = {ALL_REDUCE: 2, FUSED_OP: 2, PLAIN_OP: 1}  # of the group among the arguments
+    names = (node.args[places[node.target]] for node in graph.nodes if is_call(node, *places))
     return list(dict.fromkeys(name for name in names if isinstance(name, str)))
+
+
+def digest(graph: Graph) -> str:
+    """Equal for graphs of the same operations, whatever constants and local sizes: what ranks must have in common."""
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    outputs = [len(node.all_input_nodes) for node in graph.nodes if node.op == "output"]
+    return hashlib.sha256(repr((names, outputs)).encode()).hexdigest()[:16]
 
 
 def on_cuda(graph: Graph) -> bool:
     """Whether the graph reduces CUDA tensors."""
-    return any(is_call(node, ALL_REDUCE) and value(node).device.type == "cuda" for node in graph.nodes)
+    reduces = (node for node in graph.nodes if is_call(node, ALL_REDUCE, FUSED_OP, PLAIN_OP))
+    return any(value(node.args[0]).device.type == "cuda" for node in reduces)
 
 
 def run(module: GraphModule, context: Context, training: bool) -> None:

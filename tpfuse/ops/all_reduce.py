@@ -21,7 +21,7 @@ def reference(input: torch.Tensor, group: str) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(reduced)
 
 
-def _run(input, group, kernel_name=None):
+def _run(input, group, kernel_name=None, after=None):
     if input.is_cuda and input.numel():
         found = dispatch.of(group)
         if not isinstance(found, str):
@@ -29,11 +29,11 @@ def _run(input, group, kernel_name=None):
     return reference(input, group)
 
 
-def _fake(input, group, kernel_name=None):
+def _fake(input, group, kernel_name=None, after=None):
     return torch.empty(input.shape, dtype=input.dtype, device=input.device)
 
 
-OP = library.define(f"{NAME}(Tensor input, str group, str? kernel_name=None) -> Tensor", _run, _fake)
+OP = library.define(f"{NAME}(Tensor input, str group, str? kernel_name=None, Tensor? after=None) -> Tensor", _run, _fake)
 
 
 def all_reduce(input: torch.Tensor, *, group: dist.ProcessGroup | str, kernel: str | None = None) -> torch.Tensor:

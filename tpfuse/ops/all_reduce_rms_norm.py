@@ -60,6 +60,7 @@ def _run(
     normed_dtype=None,
     out_dtype=None,
     kernel_name=None,
+    after=None,
 ):
     arguments = (residual, bias, scale, scale_tensor, weight_offset, normed_dtype, out_dtype)
     if input.is_cuda and input.numel():
@@ -84,6 +85,7 @@ def _fake(
     normed_dtype=None,
     out_dtype=None,
     kernel_name=None,
+    after=None,
 ):
     total = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     return torch.empty(input.shape, dtype=out_dtype or input.dtype, device=input.device), total
@@ -92,7 +94,7 @@ def _fake(
 OP = library.define(
     f"{NAME}(Tensor input, Tensor? weight, str group, float eps, Tensor? residual=None, Tensor? bias=None, "
     "float? scale=None, Tensor? scale_tensor=None, float weight_offset=0.0, ScalarType? normed_dtype=None, "
-    "ScalarType? out_dtype=None, str? kernel_name=None) -> (Tensor, Tensor)",
+    "ScalarType? out_dtype=None, str? kernel_name=None, Tensor? after=None) -> (Tensor, Tensor)",
     _run,
     _fake,
 )

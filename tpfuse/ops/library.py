@@ -13,10 +13,16 @@ import torch
 _LIBRARY = torch.library.Library("tpfuse", "DEF")
 
 
-def define(schema: str, run: Callable, fake: Callable) -> torch._ops.OpOverload:
-    """Define ``tpfuse::<schema>``, implemented by ``run`` on every device and by ``fake`` for shapes alone."""
+def define(schema: str, run: Callable, fake: Callable, *, collective: bool = True) -> torch._ops.OpOverload:
+    """Define ``tpfuse::<schema>``, implemented by ``run`` on every device and by ``fake`` for shapes alone.
+
+    collective  other ranks take part: a call whose result is not used stays in a graph, for they may use theirs
+    """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tpfuse::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.tpfuse, name).default
+    operator = getattr(torch.ops.tpfuse, name).default
+    if collective:
+        torch.fx.node.has_side_effect(operator)
+    return operator

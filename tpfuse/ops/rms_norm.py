@@ -52,4 +52,5 @@ OP = library.define(
     "ScalarType? out_dtype=None) -> Tensor",
     normalize,
     _fake,
+    collective=False,
 )

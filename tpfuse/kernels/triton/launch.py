@@ -116,14 +116,9 @@ def plan(
         assert rows <= region.size
         blocks = rows * SPLIT
     else:
-        blocks = min(rows, region.size, choice.blocks or 2 * _multiprocessors(arena.device.index))
+        blocks = min(rows, region.size, choice.blocks or 2 * arena.multiprocessors)
     values = tuple(value for _, value in constants)
     return Plan(compiled[(blocks, 1, 1)], values, region.offset, arena.base + region.state, rows, vectors)
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 assert STATE_BYTES == 8 and SPLIT == 4  # as the kernels have them

@@ -31,7 +31,8 @@ def ring(
 ):  # fmt: skip
     """Rows pid, pid + blocks, ... of each block; never more blocks than rows. A block's state: {rows it has reduced}.
 
-    Without a norm a "row" is any run of vectors and the last may be shorter: all_vectors counts those of all rows.
+    Without a norm a "row" is any run of vectors and the last may be shorter: all_vectors counts those of all rows. What is
+    missing of it is exchanged all the same, as zeros: each thread paces itself by what its own peers have sent.
     With WORLD = 1 nothing is exchanged and no arena needed: it is the norm behind another library's all-reduce.
     """
     pid, blocks = tl.program_id(0), tl.num_programs(0)
@@ -50,7 +51,7 @@ def ring(
         dead, epoch = load_word(control), load_word(state)
     x = sendable(load16(input + (start + k) * 16, inside))
     slot = epoch & (SLOTS - 1)
-    push_to_all(k * 16, inside * (1 - dead), x, peers, first, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
+    push_to_all(k * 16, whole * (1 - dead), x, peers, first, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
     w = x, x
     if WEIGHT != NO_WEIGHT:
         w = load_weight(weight, k, whole, WEIGHT)
@@ -64,11 +65,11 @@ def ring(
         after = whole * (start + k < all_vectors).to(tl.int32) * more
         y = sendable(load16(input + (start + k) * 16, after))
         slot = (epoch + 1) & (SLOTS - 1)
-        push_to_all(k * 16, after * (1 - dead), y, peers, first, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
+        push_to_all(k * 16, whole * more * (1 - dead), y, peers, first, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
         arrived = mine + (epoch & (SLOTS - 1)) * (SOURCES * SLOT_BYTES)
-        values = sum_over_ranks(x, arrived, inside * (1 + dead), control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KIND)
+        values = sum_over_ranks(x, arrived, whole * (1 + dead), control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KIND)
         for source in tl.static_range(SOURCES):
-            clear(arrived + source * SLOT_BYTES, inside * (1 - dead))
+            clear(arrived + source * SLOT_BYTES, whole * (1 - dead))
         values = modify(values, r, bias, factor, scale, k, inside, KIND, BIAS, SCALE, FACTOR, RESIDUAL)
         store16(total + at, inside, joins(values[0], values[1], KIND))
         if NORM:

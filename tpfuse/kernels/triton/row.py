@@ -4,7 +4,8 @@ Every rank pushes its part of a row to every other rank and sums all parts in ra
 and the same bits on all ranks. A row is ``vectors`` vectors of 16 bytes; masks, words and addresses are as in lamport.py.
 
 Why a slot is empty when a peer writes it: with SLOTS = 4 it was used four items ago. A peer that pushes item t has taken
-our item t - 2 (split.py: t - 1), which we pushed after clearing item t - 4 (split.py: in the call after it).
+our item t - 2 (split.py: t - 1), which we pushed after clearing item t - 4 (split.py: in the call after it). Within one
+launch of ring.py nothing orders that clearing but the two trips over the wire that lie between.
 """
 
 import triton

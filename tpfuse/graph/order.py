@@ -1,0 +1,37 @@
+"""ORDER: our collectives are computed in the order in which they stand in the graph, also after those of torch.
+
+Inductor moves a call that it does not know next to its first user. The order would still be the same on ranks with the same
+graph, but nothing promises that Inductor decides alike on all of them. So each call takes a result of the collective
+before it as an argument that it ignores.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Graph
+
+from tpfuse.graph.context import Context
+from tpfuse.graph.nodes import WAIT, Node, emit, is_call
+from tpfuse.ops.all_reduce import OP as PLAIN_OP
+from tpfuse.ops.all_reduce_rms_norm import OP as FUSED_OP
+
+
+def run(graph: Graph, context: Context) -> None:
+    before: Node | None = None
+    for node in list(graph.nodes):
+        if is_call(node, FUSED_OP, PLAIN_OP) and before is not None:
+            node.update_kwarg("after", before)
+        if is_call(node, WAIT, PLAIN_OP):
+            before = node
+        elif is_call(node, FUSED_OP):
+            before = _result(graph, node)
+
+
+def _result(graph: Graph, fused: Node) -> Node:
+    """A tensor of the two that the fused operation returns: one that is used, if there is one."""
+    found = [user for user in fused.users if is_call(user, operator.getitem)]
+    if found:
+        return max(found, key=lambda user: len(user.users))
+    with graph.inserting_after(fused):
+        return emit(graph, operator.getitem, (fused, 1), like=fused)
