@@ -161,7 +161,7 @@ def test_a_hook_on_one_rank_keeps_all_from_merging():
         assert "ranks have different graphs or forward hooks" in text and "0 merged" in text
 
 
-def _hook_behind_the_backend(rank: int) -> tuple[float, int]:
+def _hook_behind_the_backend(rank: int) -> tuple[float, set[int]]:
     """The same where nothing is known of the model but its graph."""
     model, kept = _Parallel(dist.group.WORLD), []
     x, residual = torch.randn(5, 32, generator=torch.Generator().manual_seed(rank)), torch.ones(5, 96)
@@ -171,10 +171,9 @@ def _hook_behind_the_backend(rank: int) -> tuple[float, int]:
             model.left.register_forward_hook(lambda module, args, output: kept.append(output[1]))
         compiled = torch.compile(model, backend="tpfuse")
         error = max((compiled(x, residual) - expected).abs().max().item() for _ in range(2))
-    reduces = [n for g in graphs for n in g.graph.nodes if "all_reduce" in str(n.target)]
-    return error, len(reduces)
+    return error, {sum("all_reduce" in str(node.target) for node in graph.graph.nodes) for graph in graphs}
 
 
 def test_a_hook_on_one_rank_behind_the_backend():
-    (error, reduces), (other, other_reduces) = spawn(_hook_behind_the_backend, 2, timeout_s=90)
-    assert max(error, other) < 1e-5 and reduces == other_reduces
+    for error, reduces in spawn(_hook_behind_the_backend, 2, timeout_s=90):
+        assert error < 1e-5 and reduces == {2}  # in each graph: a recompilation is one more
