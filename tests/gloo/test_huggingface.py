@@ -41,48 +41,41 @@ def _generate(model, ids: torch.Tensor, **kwargs) -> torch.Tensor:
     return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None, **kwargs)
 
 
-def _families(rank: int, families: list[str]) -> dict[str, dict]:
-    found = {}
-    for family in families:
-        with interpret_graphs():
-            model, whole = _model(family), build(family_config(family), "cpu", torch.float32)
-            ids = _ids(2, 16)
-            plain, expected = _logits(model, ids), _logits(whole, ids)
-            tokens, static = _generate(model, ids), _generate(model, ids, cache_implementation="static")
-            hooks = [len(m._backward_hooks) for m in model.modules()]
-            tpfuse.apply(model, fullgraph=True)
-            got = _logits(model, ids)
-            report = tpfuse.explain(model)
-            sites = [s for s in report.sites if s.op == "all_reduce"]
-            modules = dict(model.named_modules())
-            found[family] = {
-                "sharded": (got - plain).abs().max().item(),
-                "unsharded": (got - expected).abs().max().item(),
-                "counts": tuple(report.count(FUSION, o) for o in ("fused", "merged")),
-                "left": len([s for s in sites if s.outcome == "skipped"]),
-                "places": all(site.where in modules for site in report.sites),
-                "reasons": all(site.reason for site in report.sites if site.outcome != "fused"),
-                "graphs": report.graphs,
-                "tokens": torch.equal(_generate(model, ids), tokens),
-                "static": torch.equal(_generate(model, ids, cache_implementation="static"), static),
-                "hooks kept": [len(m._backward_hooks) for m in model.modules()] == hooks,
-                "fused after generate": tpfuse.explain(model).count(FUSION),
-                "copy": torch.equal(_logits(copy.deepcopy(model), ids), plain) if family == "llama" else True,
-            }
-            tpfuse.remove(model)
-            found[family]["removed"] = torch.equal(_logits(model, ids), plain) and "get_compiled_call" not in vars(model)
+def _family(rank: int, family: str) -> dict[str, object]:
+    with interpret_graphs():
+        model, whole = _model(family), build(family_config(family), "cpu", torch.float32)
+        ids = _ids(2, 16)
+        plain, expected = _logits(model, ids), _logits(whole, ids)
+        tokens, static = _generate(model, ids), _generate(model, ids, cache_implementation="static")
+        hooks = [len(m._backward_hooks) for m in model.modules()]
+        tpfuse.apply(model, fullgraph=True)
+        got = _logits(model, ids)
+        report = tpfuse.explain(model)
+        sites = [s for s in report.sites if s.op == "all_reduce"]
+        modules = dict(model.named_modules())
+        found = {
+            "sharded": (got - plain).abs().max().item(),
+            "unsharded": (got - expected).abs().max().item(),
+            "counts": tuple(report.count(FUSION, o) for o in ("fused", "merged")),
+            "left": len([s for s in sites if s.outcome == "skipped"]),
+            "places": all(site.where in modules for site in report.sites),
+            "reasons": all(site.reason for site in report.sites if site.outcome != "fused"),
+            "graphs": report.graphs,
+            "tokens": torch.equal(_generate(model, ids), tokens),
+            "static": torch.equal(_generate(model, ids, cache_implementation="static"), static),
+            "hooks kept": [len(m._backward_hooks) for m in model.modules()] == hooks,
+            "fused after generate": tpfuse.explain(model).count(FUSION),
+            "copy": torch.equal(_logits(copy.deepcopy(model), ids), plain) if family == "llama" else True,
+        }
+        tpfuse.remove(model)
+        found["removed"] = torch.equal(_logits(model, ids), plain) and "get_compiled_call" not in vars(model)
     return found
 
 
-@pytest.fixture(scope="module")
-def families():
-    return spawn(_families, 2, list(EXPECTED), timeout_s=280)
-
-
 @pytest.mark.parametrize("family", EXPECTED)
-def test_family(families, family):
+def test_family(family):
     fused, merged, left = EXPECTED[family]
-    for found in (ranks[family] for ranks in families):
+    for found in spawn(_family, 2, family, timeout_s=280):
         assert found["sharded"] < FP32 and found["unsharded"] < FP32
         assert found["counts"] == (fused, merged) and found["left"] == left
         assert found["graphs"] == 1 and found["places"] and found["reasons"]
