@@ -17,7 +17,6 @@ import torch
 from tpfuse.comm import agreement, groups
 from tpfuse.comm.arena import Arena
 from tpfuse.kernels.candidates import Problem
-from tpfuse.kernels.triton import own
 
 _VECTOR_BYTES = 16
 _ONE_SHOT_BYTES = 16 << 10  # sent by each rank; above it two-shot is measured to be faster also between two ranks
@@ -99,6 +98,8 @@ def all_reduce_rms_norm(
     arena: Arena, input: torch.Tensor, *arguments: Any, one_shot: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operation of ``tpfuse.ops.all_reduce_rms_norm``: torch's all-reduce, then one kernel of ours for the rest."""
+    from tpfuse.kernels.triton import own  # a CPU may have no Triton
+
     return own.rms_norm(arena, _sum(arena, input, one_shot), *arguments)
 
 
