@@ -28,3 +28,8 @@ class NotAppliedError(TpfuseError, ValueError):
 class PeerTimeoutError(TpfuseError, RuntimeError):
     """A kernel waited for a rank that did not answer in time. What it waited for is NaN; the group cannot be used
     again."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line: its own first, or its kind if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -76,6 +76,11 @@ def exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> li
     return everybody
 
 
+def told(everybody: list[dict[str, str]], fact: str = "reason") -> str:
+    """What the ranks that gave an answer under ``fact`` gave, as one text, the same on all of them; "" if none did."""
+    return "; ".join(f"rank {rank}: {each[fact]}" for rank, each in enumerate(everybody) if each[fact])
+
+
 def _compare(group: dist.ProcessGroup, subject: str, mine: dict[str, str], all_: list[dict[str, str]]) -> None:
     failed = {rank: p["failure"] for rank, p in enumerate(all_) if p["failure"]}
     if failed:

@@ -28,9 +28,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tpfuse.comm import agreement, groups
-from tpfuse.errors import PeerTimeoutError
+from tpfuse.errors import PeerTimeoutError, first_line
 
 SENTINEL = -0x7FFF8000  # 0x80008000 as a signed 32-bit number; kernels/triton/lamport.py says what it is
+VECTOR_BYTES = 16  # of one access of a thread
 SLOT_BYTES = 32 << 10  # the longest row that fits
 SLOTS = 4  # per block or row and source; a power of two, so that counters may wrap
 MAX_SPLIT_ROWS, SPLIT = 32, 4
@@ -221,13 +222,13 @@ def _make(group: dist.ProcessGroup, size: int) -> Arena | str:
         try:
             arena = Arena(group, device, size)
         except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError
-            reason = f"no memory for the arena: {_first_line(error)}"
+            reason = f"no memory for the arena: {first_line(error)}"
     if not groups.has_peers(group):
         return reason
     facts = {"host": _host(), "device": _identity(device), "bytes": str(size), "name": uuid.uuid4().hex}
     facts["multiprocessors"] = str(_multiprocessors(device))
     everybody = agreement.exchange(group, SUBJECT, {"reason": reason, **facts})
-    reason = _common_reason(everybody) or _mismatch(everybody)
+    reason = agreement.told(everybody) or _mismatch(everybody)
     if reason:
         return reason
     assert arena is not None
@@ -235,8 +236,8 @@ def _make(group: dist.ProcessGroup, size: int) -> Arena | str:
     try:
         arena.connect(group, f"tpfuse/arena/{everybody[0]['name']}", _timeout_s(group, device))
     except RuntimeError as error:
-        reason = f"the ranks cannot reach each other's memory: {_first_line(error)}"
-    return _common_reason(agreement.exchange(group, SUBJECT, {"reason": reason})) or arena
+        reason = f"the ranks cannot reach each other's memory: {first_line(error)}"
+    return agreement.told(agreement.exchange(group, SUBJECT, {"reason": reason})) or arena
 
 
 def _unfit(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -249,11 +250,6 @@ def _unfit(group: dist.ProcessGroup, device: torch.device) -> str:
     if torch.cuda.is_current_stream_capturing():
         return f"{_CAPTURING}: call once before (the arena cannot be made inside a capture)"
     return ""
-
-
-def _common_reason(everybody: list[dict[str, str]]) -> str:
-    """What keeps any rank from having an arena; the same text on all of them."""
-    return "; ".join(f"rank {rank}: {each['reason']}" for rank, each in enumerate(everybody) if each["reason"])
 
 
 def _mismatch(everybody: list[dict[str, str]]) -> str:
@@ -305,7 +301,3 @@ def _host() -> str:
 
 def _identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(socket.gethostname())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

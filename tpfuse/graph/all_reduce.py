@@ -12,8 +12,8 @@ from torch.fx import Graph
 from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.nodes import ALL_REDUCE, WAIT, Node, dtype, emit, is_call, sole_user, value
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import Problem
-from tpfuse.ops.all_reduce import DTYPES, NAME, OP
+from tpfuse.kernels.candidates import DTYPES, Problem
+from tpfuse.ops.all_reduce import NAME, OP
 
 MOST_ELEMENTS = 1 << 31  # of a message whose size varies
 ON = "cuda"  # elsewhere there is only one way to do it

@@ -43,9 +43,9 @@ from tpfuse.graph.nodes import (
 )
 from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import Problem
+from tpfuse.kernels.candidates import DTYPES, Problem
 from tpfuse.ops import rms_norm
-from tpfuse.ops.all_reduce_rms_norm import DTYPES, NAME, OP
+from tpfuse.ops.all_reduce_rms_norm import NAME, OP
 
 
 def run(graph: Graph, context: Context) -> None:

@@ -18,7 +18,7 @@ from tpfuse.tables import Choice
 
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = "all_reduce_rms_norm", "all_reduce"
 _LONGEST_ROW_BYTES = 64 << 10
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Candidate:
     cannot  (arena, problem) -> why it cannot do this problem there; "" if it can. Depends on nothing that differs by rank.
     run     (arena, choice, *the operation's arguments) -> its results
     prepare (arena, problem) -> why it cannot be made ready for problems up to this one; "" if it is. Collective, not inside
-            a graph capture; only the tuner, benchmarks and a kernel asked for by name call it. Without it ``cannot`` says
-            "not prepared" where a library needs memory of its own.
+            a graph capture: for what a table chooses or a user names, when a graph is compiled or it is first called.
+            Without it ``cannot`` says "not prepared" where a library needs memory of its own.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Candidate:
 
 def _norm_cannot(arena: Arena, problem: Problem) -> str:
     """What our kernels' norm cannot do, behind whatever all-reduce."""
-    if problem.dtype not in _DTYPES:
+    if problem.dtype not in DTYPES:
         return f"dtype {problem.dtype}"
     if problem.row_bytes > _LONGEST_ROW_BYTES:
         return f"a row of {problem.row_bytes} bytes is longer than {_LONGEST_ROW_BYTES}"
@@ -80,7 +80,7 @@ def _norm_cannot(arena: Arena, problem: Problem) -> str:
 
 def _own_cannot(arena: Arena, problem: Problem) -> str:
     if problem.op == ALL_REDUCE:
-        return "" if problem.dtype in _DTYPES else f"dtype {problem.dtype}"
+        return "" if problem.dtype in DTYPES else f"dtype {problem.dtype}"
     if problem.row_bytes > SLOT_BYTES:
         return f"a row of {problem.row_bytes} bytes is longer than a slot of {SLOT_BYTES}"
     return _norm_cannot(arena, problem)

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from tpfuse.comm import agreement, groups
-from tpfuse.comm.arena import Arena
+from tpfuse.comm.arena import VECTOR_BYTES, Arena
 from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, Problem
 
 OLDEST, PDL_FROM = (0, 6, 13), (0, 7, 4)  # before the latter its kernels read the residual ahead of the grid dependency
 WORLDS = (2, 4, 8)
-_VECTOR_BYTES = 16
 _MOST_BYTES = (1 << 30) - (2 << 20)  # of all ranks' messages together: twice that is an offset of 32 bits, with a sign
 _ONE_SHOT_BYTES = 512 << 10  # sent by each rank, with more than two ranks; its own rule was tuned on another GPU
 _LEAST_ELEMENTS = 1 << 20
@@ -80,7 +79,7 @@ def prepare(arena: Arena, problem: Problem) -> str:
     if not reason and free < needed:
         reason = f"{needed >> 20} MiB are needed, {free >> 20} MiB are free"
     everybody = agreement.exchange(group, _SUBJECT, {"reason": reason, "version": version})
-    state.reason = _told(everybody)
+    state.reason = agreement.told(everybody)
     if not state.reason and len({each["version"] for each in everybody}) > 1:
         state.reason = f"the ranks have FlashInfer {', '.join(each['version'] for each in everybody)}"
     if state.reason:
@@ -98,7 +97,7 @@ def prepare(arena: Arena, problem: Problem) -> str:
         )
     except Exception as error:  # a library of many layers: any of them may raise anything
         reason = f"FlashInfer's workspace: {type(error).__name__}: {_first_line(error)}"
-    state.reason = _told(agreement.exchange(group, _SUBJECT, {"reason": reason}))
+    state.reason = agreement.told(agreement.exchange(group, _SUBJECT, {"reason": reason}))
     if not state.reason:
         if state.workspace is not None:
             state.older.append(state.workspace)
@@ -174,8 +173,8 @@ def _unfit(arena: Arena, problem: Problem) -> str:
         return f"output {problem.out_dtype} for rows of {problem.dtype}"
     if problem.modifiers:
         return "a bias or a scale"
-    if problem.row_bytes % _VECTOR_BYTES:
-        return f"a row of {problem.row_bytes} bytes is not a multiple of {_VECTOR_BYTES}"
+    if problem.row_bytes % VECTOR_BYTES:
+        return f"a row of {problem.row_bytes} bytes is not a multiple of {VECTOR_BYTES}"
     if arena.world * problem.rows * problem.row_bytes > _MOST_BYTES:
         return f"more than {_MOST_BYTES >> 20} MiB over all ranks"
     return ""
@@ -197,17 +196,13 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
-def _told(everybody: list[dict[str, str]]) -> str:
-    """The ranks' reasons as one, the same text on all of them."""
-    return "; ".join(f"rank {rank}: {each['reason']}" for rank, each in enumerate(everybody) if each["reason"])
-
-
 def _first_line(error: BaseException) -> str:
+    """Of a message, which may be none: the kind of error is told beside it."""
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def _fit(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous and on a 16-byte boundary; a copy where it is not."""
-    if tensor.is_contiguous() and not tensor.data_ptr() % _VECTOR_BYTES:
+    if tensor.is_contiguous() and not tensor.data_ptr() % VECTOR_BYTES:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from tpfuse.comm import agreement, groups
-from tpfuse.comm.arena import Arena
+from tpfuse.comm.arena import VECTOR_BYTES, Arena
+from tpfuse.errors import first_line
 from tpfuse.kernels.candidates import Problem
 
-_VECTOR_BYTES = 16
 _ONE_SHOT_BYTES = 16 << 10  # sent by each rank; above it two-shot is measured to be faster also between two ranks
 _LEAST_BYTES = 1 << 20
 _SUBJECT = "preparing torch's symmetric memory"
@@ -41,8 +41,8 @@ def cannot(arena: Arena, problem: Problem) -> str:
     size = problem.rows * problem.row_bytes
     if problem.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype {problem.dtype}"
-    if size % _VECTOR_BYTES:
-        return f"a message of {size} bytes is not a multiple of {_VECTOR_BYTES}"
+    if size % VECTOR_BYTES:
+        return f"a message of {size} bytes is not a multiple of {VECTOR_BYTES}"
     state = _states.get(arena)
     if state is not None and state.reason:
         return state.reason
@@ -66,16 +66,16 @@ def prepare(arena: Arena, problem: Problem) -> str:
     try:
         made = torch_symm_mem.empty(size, dtype=torch.uint8, device=arena.device)
     except RuntimeError as error:  # out of memory is one
-        reason = _first_line(error)
-    state.reason = _told(agreement.exchange(group, _SUBJECT, {"reason": reason}))
+        reason = first_line(error)[:200]
+    state.reason = agreement.told(agreement.exchange(group, _SUBJECT, {"reason": reason}))
     if state.reason:
         return state.reason
     assert made is not None
     try:
         torch_symm_mem.rendezvous(made, arena.group_name)
     except RuntimeError as error:
-        reason = _first_line(error)
-    state.reason = _told(agreement.exchange(group, _SUBJECT, {"reason": reason}))
+        reason = first_line(error)[:200]
+    state.reason = agreement.told(agreement.exchange(group, _SUBJECT, {"reason": reason}))
     if not state.reason:
         if state.buffer is not None:
             state.older.append(state.buffer)
@@ -121,12 +121,3 @@ def _sum(arena: Arena, input: torch.Tensor, one_shot: bool | None) -> torch.Tens
 def _is_buffer(arena: Arena, tensor: torch.Tensor) -> bool:
     buffer = _states[arena].buffer
     return buffer is not None and tensor.data_ptr() == buffer.data_ptr()
-
-
-def _told(everybody: list[dict[str, str]]) -> str:
-    """The ranks' reasons as one, the same text on all of them."""
-    return "; ".join(f"rank {rank}: {each['reason']}" for rank, each in enumerate(everybody) if each["reason"])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

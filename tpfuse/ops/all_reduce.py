@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from tpfuse.comm.groups import group_name
 from tpfuse.kernels import dispatch
+from tpfuse.kernels.candidates import ALL_REDUCE, DTYPES
 from tpfuse.ops import library
 
-NAME = "all_reduce"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NAME = ALL_REDUCE
 
 
 def reference(input: torch.Tensor, group: str) -> torch.Tensor:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from tpfuse.comm.groups import group_name
 from tpfuse.kernels import dispatch
+from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, DTYPES
 from tpfuse.ops import library
+from tpfuse.ops.all_reduce import reference as all_reduce_reference
 from tpfuse.ops.rms_norm import normalize
 
-NAME = "all_reduce_rms_norm"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NAME = ALL_REDUCE_RMS_NORM
 
 
 def reference(
@@ -31,11 +32,7 @@ def reference(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the operation means, as functional collectives and eager maths: each step rounds where a plain model rounds."""
-    if input.numel():
-        reduced = torch.ops._c10d_functional.all_reduce(input.contiguous(), "sum", group)
-        total = torch.ops._c10d_functional.wait_tensor(reduced)
-    else:  # no tokens: the same on every rank, so there is nothing to exchange
-        total = input.clone(memory_format=torch.contiguous_format)
+    total = all_reduce_reference(input, group)
     if bias is not None:
         total = total + bias
     if scale is not None:

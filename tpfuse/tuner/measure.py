@@ -102,11 +102,11 @@ class Bench:
         except Exception as error:  # what a compiler or a library raises is up to it
             failed = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         everybody = agreement.exchange(self.group, f"tuning {self.size.op}", {"f": failed, "w": wrong, "b": bits})
-        failures = _by_rank(everybody, "f")
+        failures = agreement.told(everybody, "f")
         if failures and not all(each["f"] for each in everybody):
             raise AgreementError(f"{choice} failed on some ranks only: {failures}")
         differ = "" if len({each["b"] for each in everybody}) == 1 else "the ranks got different bits"
-        return failures or _by_rank(everybody, "w") or differ
+        return failures or agreement.told(everybody, "w") or differ
 
     def _wrong(self, outputs: Outputs, expected: list[tuple[torch.Tensor, torch.Tensor]]) -> str:
         # Half a unit per rank, for the residual and for each step of the norm, and as much again for its mean and root.
@@ -196,7 +196,3 @@ def _fingerprint(tensor: torch.Tensor) -> str:
     words = tensor.contiguous().view(-1).view(torch.int16).to(torch.int64)
     place = torch.arange(1, words.numel() + 1, device=words.device)
     return f"{int((words * (place % 65521)).sum()):x}"
-
-
-def _by_rank(everybody: list[dict[str, str]], fact: str) -> str:
-    return "; ".join(f"rank {rank}: {each[fact]}" for rank, each in enumerate(everybody) if each[fact])

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from tpfuse.comm.arena import VECTOR_BYTES
 from tpfuse.kernels.candidates import ALL_REDUCE, CANDIDATES, Problem
 from tpfuse.tables import PLAIN_ROW_BYTES, Choice
 
-VECTOR_BYTES = 16
 PLAIN_VECTORS, SPLIT_PARTS = 512, 4  # own.all_reduce cuts a message into pieces, split a row into parts
 #: The layouts that were ever the fastest on 2x H200. The rule of thumb's own comes first.
 SPLIT_VECTORS_PER_THREAD, RING_VECTORS_PER_THREAD = (1, 2), (2, 1)

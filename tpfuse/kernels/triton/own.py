@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from tpfuse.comm.arena import Alone, Arena
+from tpfuse.comm.arena import VECTOR_BYTES, Alone, Arena
 from tpfuse.kernels.triton.launch import Options, Plan, plan
 from tpfuse.tables import Choice
 
-VECTOR_BYTES = 16
 _TAGS = {"split": 1, "ring": 2, "plain": 3}  # comm/arena.py TAGS says what they stand for
 _PLAIN_VECTORS = 512  # a plain message has no rows: it is cut into pieces of so many vectors
 _MOST_PLANS = 4096  # per arena; then they are forgotten: a plan costs little to make again
