@@ -116,6 +116,37 @@ def _hear_both(ranks: Ranks) -> list[dict[str, Any]]:
     return [ranks.hear(rank, READY_S if rank == 0 else ANSWER_S) for rank in range(2)]
 
 
+# -- a rank that comes when its peer has given up ------------------------------------------------------------------------
+
+
+def _come_late(rank: int, pipe: Any) -> dict[str, Any]:
+    """Rank 0 calls, waits in vain and gives up; then rank 1 makes the same call. More rows than the slots hold at once."""
+    call = Call(Case((3000, 4096), kernel=RING))
+    expected = call.run()
+    _set_deadline()
+    pipe.send((True, "ready"))
+    pipe.recv()
+    outputs = call.run()
+    torch.cuda.synchronize()
+    right = [(got == want).all(-1) for got, want in zip(outputs, expected, strict=True)]
+    nan = [got.isnan().all(-1) for got in outputs]
+    return {
+        "wrong": [int((~(a | b)).sum().item()) for a, b in zip(right, nan, strict=True)],
+        "nan": [int(each.sum().item()) for each in nan],
+        "check": error_of(tpfuse.check),
+    }
+
+
+def _one_after_the_other(ranks: Ranks) -> list[dict[str, Any]]:
+    for rank in range(2):
+        assert ranks.hear(rank, READY_S) == "ready"
+    found = []
+    for rank in range(2):
+        ranks.tell(rank, "go")
+        found.append(ranks.hear(rank, ANSWER_S))
+    return found
+
+
 # -- ranks that end the interpreter in the ordinary way ------------------------------------------------------------------
 
 _LEAVE = """
@@ -170,6 +201,7 @@ SCENARIOS: dict[str, tuple[Callable, Callable[[Ranks], Any]]] = {
     "stopped": (_survive, _leave_alone(signal.SIGSTOP)),
     "killed": (_survive, _leave_alone(signal.SIGKILL)),
     "other shapes": (_disagree, _hear_both),
+    "late": (_come_late, _one_after_the_other),
 }
 
 
@@ -224,6 +256,16 @@ def test_ranks_with_other_shapes(outcomes):
     assert second["told"][2:] == [second["told"][1]] * 2
     assert first["told"][3].startswith("PeerTimeoutError") and "for rank 1" in first["told"][3]
     assert max(first["seconds"], second["seconds"]) < 30
+
+
+@pytest.mark.gpu
+def test_a_rank_that_comes_late(outcomes):
+    """Rows that its peer had sent before it gave up are right, all others NaN; none is made of another row's data."""
+    early, late = _outcome(outcomes, "late")
+    assert early["wrong"] == late["wrong"] == [0, 0]
+    assert early["nan"] == [3000, 3000] and late["nan"][0] > 0
+    for found, peer in ((early, 1), (late, 0)):
+        assert found["check"].startswith("PeerTimeoutError") and f"for rank {peer}" in found["check"]
 
 
 @pytest.mark.gpu

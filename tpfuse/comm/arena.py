@@ -56,7 +56,7 @@ class Region:
 class Alone:
     """What a kernel needs instead of an arena where it exchanges nothing."""
 
-    world, rank, peers, control, base = 1, 0, 0, 0, 0
+    world, rank, peers, control, base, next = 1, 0, 0, 0, 0, 0
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.multiprocessors = device, _multiprocessors(device)
@@ -70,6 +70,7 @@ class Alone:
 class Arena:
     """Symmetric memory of one process group on one device. Made by ``of``; every rank of the group has one, or none has.
 
+    base     address of this rank's block; next: of the next rank's
     peers    address of the device table of the ranks' base addresses (int64 each)
     control  address of {int32 abort, int32 -, int64 deadline in ns, int64 address of the record}, in device memory
     bytes    of symmetric memory on each rank
@@ -112,6 +113,7 @@ class Arena:
         self._memory[HEADER_BYTES // 4 :].fill_(SENTINEL)
         self.peers = int(self._handle.buffer_ptrs_dev)
         self.base = int(self._handle.buffer_ptrs[self.rank])
+        self.next = int(self._handle.buffer_ptrs[(self.rank + 1) % self.world])
         self.control = self._control.data_ptr()
         self._control[2] = self._record.data_ptr()
         self.set_deadline(timeout_s)

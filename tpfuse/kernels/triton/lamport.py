@@ -4,6 +4,9 @@ A slot is filled with ``SENTINEL`` before use. A pusher stores its words straigh
 until no word of its 16 bytes is the sentinel: one trip over the wire and no flag. The sentinel is a pair of bf16 or fp16
 negative zeros; a pusher sends zeros in its place. As an fp32 it is -4.6e-41, sent as zero too.
 
+What one call leaves for the next (slots, the blocks' state, the sum that is the next residual) would be driven out of the
+L2 cache by the weights that the GEMMs between read once: KEEP asks the cache to evict it last.
+
 Addresses are 64-bit integers, masks are int32: 0 leaves an element out (it reads as 0), 1 takes part, 2 reads as NaN
 (``take`` on a dead arena). All accesses are volatile: the compiler keeps their order.
 
@@ -19,36 +22,46 @@ BF16, FP16, FP32 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SENTINEL = 0x80008000
 _POISON = "0x7fc07fc0"  # NaN as fp32, and twice NaN as bf16 and as fp16
 _WORDS = (tl.int32, tl.int32, tl.int32, tl.int32)
-WORDS, SIXTEEN_WORDS = tl.constexpr(_WORDS), tl.constexpr(4 * _WORDS)
+WORDS, TWENTY_WORDS, WORDS_AND_LATE = tl.constexpr(_WORDS), tl.constexpr(5 * _WORDS), tl.constexpr((*_WORDS, tl.int32))
 
 
-def _take_ptx(count: int, stride: int, wait: bool = True) -> tuple[tl.constexpr, tl.constexpr]:
-    """PTX and constraints of a spin over ``count`` vectors of a thread; operands: addresses, masks, control, tag, epoch.
+@triton.constexpr_function
+def _kept(keep: bool) -> tuple[str, str, str]:
+    """What an access that asks to be evicted last needs: declarations, its suffix, its last operand."""
+    if not keep:
+        return "", "", ""
+    return ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;", ".L2::cache_hint", ", policy"
 
-    stride  1: the vectors are elements of one tensor (an operand's elements follow each other, and so do a word's); 4: they
-            are of ``count`` tensors (a vector's words follow each other), and control, tag and epoch are there once
+
+@triton.constexpr_function
+def _take_ptx(count: int, stride: int, wait: bool, keep: bool) -> str:
+    """A spin over ``count`` vectors of a thread. Results: four words of each and whether it gave up; operands: addresses,
+    masks, control, tag, epoch.
+
+    stride  1: the vectors are elements of one tensor (an operand's elements follow each other, and so do a word's); 5: they
+            are of ``count`` tensors (a vector's results follow each other), and control, tag and epoch are there once
     """
     elements = stride == 1
     vectors, words = range(count), range(4)
-    out = lambda j, k: f"${k * count + j}" if elements else f"${4 * j + k}"  # noqa: E731
-    address, mask = (lambda j: f"${4 * count + j}"), (lambda j: f"${5 * count + j}")
-    control, tag, epoch = (f"${6 * count + i * (count if elements else 1)}" for i in range(3))
+    declare, hint, policy = _kept(keep)
+    out = lambda j, k: f"${k * count + j}" if elements else f"${5 * j + k}"  # noqa: E731
+    address, mask = (lambda j: f"${5 * count + j}"), (lambda j: f"${6 * count + j}")
+    control, tag, epoch = (f"${7 * count + i * (count if elements else 1)}" for i in range(3))
     vector = lambda j: "{" + ", ".join(out(j, k) for k in words) + "}"  # noqa: E731
     lines = [
-        "{ .reg .pred q, x; .reg .b32 turns, low; .reg .b64 start, now, limit, record;",
+        "{ .reg .pred q, x; .reg .b32 turns, low; .reg .b64 start, now, limit, record;" + declare,
         ".reg .pred " + ", ".join(f"take{j}" for j in vectors) + ";",
         "mov.b32 turns, 0; mov.b64 start, 0;",
     ]
     for j in vectors:
-        lines.append(f"setp.eq.b32 q, {mask(j)}, 2; selp.b32 low, {_POISON}, 0, q;")
+        lines.append(f"setp.eq.b32 q, {mask(j)}, 2; selp.b32 low, {_POISON}, 0, q; selp.b32 {out(j, 4)}, 1, 0, q;")
         lines += [f"mov.b32 {out(j, k)}, low;" for k in words]
         lines.append(f"setp.eq.b32 take{j}, {mask(j)}, 1;")
     lines.append("spin:")
-    lines += [f"@take{j} ld.relaxed.sys.global.v4.b32 {vector(j)}, [{address(j)}];" for j in vectors]
+    lines += [f"@take{j} ld.relaxed.sys.global{hint}.v4.b32 {vector(j)}, [{address(j)}]{policy};" for j in vectors]
     if wait:
-        lines.append("setp.ne.b32 q, 0, 0;")
-        lines += [f"setp.eq.or.b32 q, {out(j, k)}, {SENTINEL:#x}, q;" for j in vectors for k in words]
         lines += [
+            *_any_is_empty([out(j, k) for j in vectors for k in words]),
             "@!q bra done;",
             "add.u32 turns, turns, 1; and.b32 low, turns, 1023; setp.ne.b32 x, low, 0; @x bra spin;",
             "mov.u64 now, %globaltimer; setp.eq.b64 x, start, 0; @x mov.b64 start, now;",
@@ -60,45 +73,58 @@ def _take_ptx(count: int, stride: int, wait: bool = True) -> tuple[tl.constexpr,
             f"st.relaxed.sys.global.b32 [{control}], turns;",
             "poison:",
         ]
-        lines += [f"@take{j} mov.b32 {out(j, k)}, {_POISON};" for j in vectors for k in words]
+        for j in vectors:
+            lines += [f"@take{j} mov.b32 {out(j, k)}, {_POISON};" for k in words]
+            lines.append(f"@take{j} mov.b32 {out(j, 4)}, 1;")
         lines.append("done:")
     lines.append("}")
-    repeats = count if elements else 1
-    constraints = ["=&r"] * 4 * count + ["l"] * count + ["r"] * count + [c for c in "lrr" for _ in range(repeats)]
-    return tl.constexpr("\n".join(lines)), tl.constexpr(",".join(constraints))
+    return "\n".join(lines)
 
 
-_PTX_0, _LIST_0 = _take_ptx(1, 1, wait=False)
-_PTX_1, _LIST_1 = _take_ptx(1, 1)
-_PTX_2, _LIST_2 = _take_ptx(2, 1)
-_PTX_4, _LIST_4 = _take_ptx(4, 1)
-_PTX_PARTS, _LIST_PARTS = _take_ptx(4, 4)
-_PTX_PARTS_0, _LIST_PARTS_0 = _take_ptx(4, 4, wait=False)
+@triton.constexpr_function
+def _any_is_empty(words: list[str]) -> list[str]:
+    """q = a word is the sentinel. In three chains: in one, each comparison would wait for the one before."""
+    lines = [".reg .pred q0, q1, q2;"]
+    for n, word in enumerate(words):
+        chain, goes_on = f"q{n % 3}", n >= 3
+        lines.append(f"setp.eq{'.or' * goes_on}.b32 {chain}, {word}, {SENTINEL:#x}{f', {chain}' * goes_on};")
+    return [*lines, "or.pred q, q0, q1; or.pred q, q, q2;"]
 
 
-@triton.jit
-def take(address, mask, control, tag, epoch, PACK: tl.constexpr):
-    """Spin until a peer's 16 bytes have arrived. PACK vectors of a thread wait together; 0: do not wait (for a test)."""
-    arguments = [address, mask, control, tag, epoch]
-    if PACK == 0:
-        return tl.inline_asm_elementwise(_PTX_0, _LIST_0, arguments, WORDS, is_pure=False, pack=1)
-    elif PACK == 1:
-        return tl.inline_asm_elementwise(_PTX_1, _LIST_1, arguments, WORDS, is_pure=False, pack=1)
-    elif PACK == 2:
-        return tl.inline_asm_elementwise(_PTX_2, _LIST_2, arguments, WORDS, is_pure=False, pack=2)
-    else:
-        return tl.inline_asm_elementwise(_PTX_4, _LIST_4, arguments, WORDS, is_pure=False, pack=4)
+@triton.constexpr_function
+def _take_constraints(count: int, stride: int) -> str:
+    repeats = count if stride == 1 else 1
+    return ",".join(["=&r"] * 5 * count + ["l"] * count + ["r"] * count + [c for c in "lrr" for _ in range(repeats)])
 
 
 @triton.jit
-def take_parts(a, m, control, tag, epoch, WAIT: tl.constexpr):
-    """``take`` of the four parts of a row together: four addresses and masks, four times four words."""
-    arguments = [a[0], a[1], a[2], a[3], m[0], m[1], m[2], m[3], control, tag, epoch]
-    if WAIT:
-        w = tl.inline_asm_elementwise(_PTX_PARTS, _LIST_PARTS, arguments, SIXTEEN_WORDS, is_pure=False, pack=1)
-    else:
-        w = tl.inline_asm_elementwise(_PTX_PARTS_0, _LIST_PARTS_0, arguments, SIXTEEN_WORDS, is_pure=False, pack=1)
-    return (w[0], w[1], w[2], w[3]), (w[4], w[5], w[6], w[7]), (w[8], w[9], w[10], w[11]), (w[12], w[13], w[14], w[15])
+def take(address, mask, control, tag, epoch, PACK: tl.constexpr, KEEP: tl.constexpr):
+    """Spin until a peer's 16 bytes have arrived: (words, 1 where it gave up). PACK vectors of a thread wait together; 0: do
+    not wait (for a test)."""
+    COUNT: tl.constexpr = PACK if PACK > 0 else 1
+    w = tl.inline_asm_elementwise(
+        _take_ptx(COUNT, 1, PACK > 0, KEEP),
+        _take_constraints(COUNT, 1),
+        [address, mask, control, tag, epoch],
+        WORDS_AND_LATE,
+        is_pure=False,
+        pack=COUNT,
+    )
+    return (w[0], w[1], w[2], w[3]), w[4]
+
+
+@triton.jit
+def take_parts(a, m, control, tag, epoch, WAIT: tl.constexpr, KEEP: tl.constexpr):
+    """The words of the four parts of a row, which wait together: four addresses and masks."""
+    w = tl.inline_asm_elementwise(
+        _take_ptx(4, 5, WAIT, KEEP),
+        _take_constraints(4, 5),
+        [a[0], a[1], a[2], a[3], m[0], m[1], m[2], m[3], control, tag, epoch],
+        TWENTY_WORDS,
+        is_pure=False,
+        pack=1,
+    )
+    return (w[0], w[1], w[2], w[3]), (w[5], w[6], w[7], w[8]), (w[10], w[11], w[12], w[13]), (w[15], w[16], w[17], w[18])
 
 
 @triton.jit
@@ -125,12 +151,19 @@ def push(address, mask, words):
     )
 
 
+@triton.constexpr_function
+def _store_ptx(what: str, how: str, keep: bool) -> str:
+    declare, hint, policy = _kept(keep)
+    store = f"st{how}.global{hint}.v4.b32 [$1], {{{what}}}{policy};"
+    empty = f".reg .b32 s; mov.b32 s, {SENTINEL:#x};"
+    return f"{{ .reg .pred q; {declare} {empty} setp.eq.b32 q, $2, 1; @q {store} mov.b32 $0, 0; }}"
+
+
 @triton.jit
-def clear(address, mask):
+def clear(address, mask, KEEP: tl.constexpr):
     """Make 16 bytes of an own slot empty again."""
     tl.inline_asm_elementwise(
-        """{ .reg .pred q; .reg .b32 s; mov.b32 s, 0x80008000;
-        setp.eq.b32 q, $2, 1; @q st.relaxed.sys.global.v4.b32 [$1], {s, s, s, s}; mov.b32 $0, 0; }""",
+        _store_ptx("s, s, s, s", ".relaxed.sys", KEEP),
         "=r,l,r",
         [address, mask],
         dtype=tl.int32,
@@ -153,9 +186,9 @@ def load16(address, mask):
 
 
 @triton.jit
-def store16(address, mask, words):
+def store16(address, mask, words, KEEP: tl.constexpr = False):
     tl.inline_asm_elementwise(
-        "{ .reg .pred q; setp.eq.b32 q, $2, 1; @q st.global.v4.b32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0; }",
+        _store_ptx("$3, $4, $5, $6", "", KEEP),
         "=r,l,r,r,r,r,r",
         [address, mask, words[0], words[1], words[2], words[3]],
         dtype=tl.int32,
@@ -164,11 +197,34 @@ def store16(address, mask, words):
     )
 
 
+@triton.constexpr_function
+def _word_ptx(access: str) -> str:
+    declare, hint, policy = _kept(True)
+    return f"{{ {declare} {access.format(hint=hint, policy=policy)} }}"
+
+
 @triton.jit
 def load_word(address):
     """One int32 at an integer address, the same for every thread."""
     return tl.inline_asm_elementwise(
-        "ld.volatile.global.b32 $0, [$1];", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        _word_ptx("ld.relaxed.sys.global{hint}.b32 $0, [$1]{policy};"),
+        "=r,l",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def store_word(address, word):
+    tl.inline_asm_elementwise(
+        _word_ptx("st.relaxed.sys.global{hint}.b32 [$1], $2{policy}; mov.b32 $0, 0;"),
+        "=r,l,r",
+        [address, word],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -176,7 +232,12 @@ def load_word(address):
 def load_address(address):
     """One int64 at an integer address, the same for every thread."""
     return tl.inline_asm_elementwise(
-        "ld.volatile.global.b64 $0, [$1];", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1
+        _word_ptx("ld.relaxed.sys.global{hint}.b64 $0, [$1]{policy};"),
+        "=l,l",
+        [address],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -238,6 +299,17 @@ def joins(lower, upper, KIND: tl.constexpr):
 
 
 @triton.jit
+def hoist(value):
+    """The fp32 values, computed here: the compiler would put it off until after the spin that follows."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def hoist4(values):
+    return hoist(values[0]), hoist(values[1]), hoist(values[2]), hoist(values[3])
+
+
+@triton.jit
 def add4(a, b):
     return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
 
@@ -264,4 +336,40 @@ def select4(condition, a, b):
         tl.where(condition, a[1], b[1]),
         tl.where(condition, a[2], b[2]),
         tl.where(condition, a[3], b[3]),
+    )
+
+
+@triton.constexpr_function
+def _sum_ptx(count: int, warps: int) -> str:
+    """The sum of ``count`` values of each thread of all ``warps`` warps, to each thread ``count`` times."""
+    own = [f"${count + i}" for i in range(count)]
+    lines = [
+        "{ .reg .f32 s, t, u, v, w; .reg .b32 thread, at, base; .reg .pred first; .shared .align 16 .b8 partial[128];",
+        # The first lane of a warp writes to byte 4 * warp.
+        "mov.u32 base, partial; mov.u32 thread, %tid.x; shr.u32 at, thread, 3; add.u32 at, at, base;",
+        f"and.b32 thread, thread, 31; setp.eq.u32 first, thread, 0; mov.b32 s, {own[0]};",
+        *(f"add.f32 s, s, {each};" for each in own[1:]),
+        *(f"shfl.sync.bfly.b32 t, s, {step}, 31, -1; add.f32 s, s, t;" for step in (16, 8, 4, 2, 1)),
+    ]
+    if warps > 1:
+        lines.append("@first st.shared.f32 [at], s; bar.sync 0; mov.b32 s, 0;")
+        for group in range(0, warps, 4):
+            lines.append(f"ld.shared.v4.f32 {{t, u, v, w}}, [base + {4 * group}];")
+            lines.append("".join(f"add.f32 s, s, {each};" for each, _ in zip("tuvw", range(group, warps), strict=False)))
+    lines += [f"mov.b32 ${i}, s;" for i in range(count)]
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _sum_constraints(count: int) -> str:
+    return ",".join(["=&f"] * count + ["f"] * count)
+
+
+@triton.jit
+def sum_once(values, BLOCK: tl.constexpr):
+    """The sum of a block's BLOCK fp32 values, for each of its threads; once in a kernel. One barrier: tl.sum has two."""
+    WARPS: tl.constexpr = tl.extra.cuda.num_warps()
+    COUNT: tl.constexpr = BLOCK // (32 * WARPS)
+    return tl.inline_asm_elementwise(
+        _sum_ptx(COUNT, WARPS), _sum_constraints(COUNT), [values], dtype=tl.float32, is_pure=False, pack=COUNT
     )

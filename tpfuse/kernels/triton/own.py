@@ -63,7 +63,7 @@ def all_reduce_rms_norm(
         found = _remember(arena, key, plan(name, arena, rows, vectors, Options(dtype, True, *given), choice, wait))
     rows, vectors = found.rows, found.vectors
     factor = 1.0 if scale is None else scale
-    numbers = (rows, vectors, counted, rows * vectors, _tag(name, arena), eps, factor, weight_offset)
+    numbers = (rows, vectors, 1 / counted, rows * vectors, _tag(name, arena), eps, factor, weight_offset)
     _launch(found, arena, (x, r, b, w, scale_tensor, normed, total), numbers)
     if odd:
         normed, total = normed[..., :counted].contiguous(), total[..., :counted].contiguous()
@@ -87,7 +87,7 @@ def all_reduce(arena: Arena, input: torch.Tensor, *, choice: Choice | None = Non
     found = arena.plans.get(key)
     if found is None:
         found = _remember(arena, key, plan("ring", arena, rows, per_row, Options(dtype=dtype, norm=False), choice))
-    _launch(found, arena, (x, *[None] * 5, total), (rows, per_row, 1, vectors, _tag("plain", arena), 0.0, 1.0, 0.0))
+    _launch(found, arena, (x, *[None] * 5, total), (rows, per_row, 1.0, vectors, _tag("plain", arena), 0.0, 1.0, 0.0))
     return total[:size].view(input.shape) if odd else total
 
 
@@ -101,6 +101,8 @@ def _launch(found: Plan, arena: Arena | Alone, tensors: tuple[torch.Tensor | Non
     stream = arena.enter()
     found.launch(
         *addresses,
+        arena.base,
+        arena.next,
         arena.peers,
         found.region,
         found.state,

@@ -7,7 +7,7 @@ protocol is TensorRT-LLM's Lamport all-reduce.
 import triton
 import triton.language as tl
 
-from tpfuse.kernels.triton.lamport import clear, joins, load16, load_address, load_word, sendable, store16
+from tpfuse.kernels.triton.lamport import clear, joins, load16, load_word, sendable, store16, store_word
 from tpfuse.kernels.triton.row import (
     NO_WEIGHT,
     RUN_TIME,
@@ -18,14 +18,16 @@ from tpfuse.kernels.triton.row import (
     push_to_all,
     squares_of,
     sum_over_ranks,
+    widen,
+    widen_weight,
 )
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def ring(
-    input, residual, bias, weight, factor, normed, total, peers, region, state, control, rank, rows, vectors, hidden,
-    all_vectors, tag, eps, scale, offset,
-    WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr,
+    input, residual, bias, weight, factor, normed, total, own, next, peers, region, state, control,
+    rank, rows, vectors, inverse, all_vectors, tag, eps, scale, offset,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr, KEEP: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
     BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -44,14 +46,13 @@ def ring(
     state += pid.to(tl.int64) * 8
     start = pid.to(tl.int64) * vectors
     inside = whole * (start + k < all_vectors).to(tl.int32)
-    first, mine, dead, epoch = peers, peers + k * 16, rank, rank
+    mine, dead, epoch = own + k * 16, whole & 0, rank
     if WORLD > 1:
-        first = load_address(peers + (rank + 1) % WORLD * 8)
-        mine = load_address(peers + rank * 8) + region + pid.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + k * 16
-        dead, epoch = load_word(control), load_word(state)
+        mine = own + region + pid.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + k * 16
+        dead, epoch = dead + load_word(control), load_word(state)
     x = sendable(load16(input + (start + k) * 16, inside))
     slot = epoch & (SLOTS - 1)
-    push_to_all(k * 16, whole * (1 - dead), x, peers, first, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
+    push_to_all(k * 16, whole * (1 - dead), x, next, peers, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
     w = x, x
     if WEIGHT != NO_WEIGHT:
         w = load_weight(weight, k, whole, WEIGHT)
@@ -65,18 +66,23 @@ def ring(
         after = whole * (start + k < all_vectors).to(tl.int32) * more
         y = sendable(load16(input + (start + k) * 16, after))
         slot = (epoch + 1) & (SLOTS - 1)
-        push_to_all(k * 16, whole * more * (1 - dead), y, peers, first, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
+        push_to_all(k * 16, whole * more * (1 - dead), y, next, peers, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
         arrived = mine + (epoch & (SLOTS - 1)) * (SOURCES * SLOT_BYTES)
-        values = sum_over_ranks(x, arrived, whole * (1 + dead), control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KIND)
+        taking = whole * (1 + dead)
+        # Once a peer is given up it gets no more rows: it would find one of them where it looks for this one.
+        values, dead = sum_over_ranks(x, arrived, taking, control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KEEP, KIND)
         for source in tl.static_range(SOURCES):
-            clear(arrived + source * SLOT_BYTES, whole * (1 - dead))
-        values = modify(values, r, bias, factor, scale, k, inside, KIND, BIAS, SCALE, FACTOR, RESIDUAL)
-        store16(total + at, inside, joins(values[0], values[1], KIND))
+            clear(arrived + source * SLOT_BYTES, whole * (1 - dead), KEEP)
+        values = modify(values, widen(r, KIND), bias, factor, scale, k, inside, KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+        store16(total + at, inside, joins(values[0], values[1], KIND), KEEP)
         if NORM:
-            root = tl.rsqrt(tl.sum(squares_of(values)) / hidden + eps)
-            normalize(values, root, w, offset, normed, at, inside, KIND, WEIGHT, WIDE_OUT, ROUND)
+            root = tl.rsqrt(tl.sum(squares_of(values)) * inverse + eps)
+            factors = values
+            if WEIGHT != NO_WEIGHT:
+                factors = widen_weight(w, offset, KIND, WEIGHT)
+            normalize(values, root, factors, normed, at, inside, KIND, WEIGHT, WIDE_OUT, ROUND)
         x, inside, epoch = y, after, epoch + 1
     if not NORM:
         tl.debug_barrier()
     if WORLD > 1:
-        tl.store(state.to(tl.pointer_type(tl.int32)), epoch)
+        store_word(state, epoch)

@@ -35,47 +35,57 @@ SLOTS = tl.constexpr(arena.SLOTS)
 NO_WEIGHT, SAME_WEIGHT, WIDE_WEIGHT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 #: Parameters that a kernel is not compiled anew for.
 RUN_TIME = (
-    *("input", "residual", "bias", "weight", "factor", "normed", "total", "peers", "region", "state", "control"),
-    *("rank", "rows", "vectors", "hidden", "all_vectors", "tag", "eps", "scale", "offset"),
+    *("input", "residual", "bias", "weight", "factor", "normed", "total", "own", "next", "peers", "region", "state"),
+    *("control", "rank", "rows", "vectors", "inverse", "all_vectors", "tag", "eps", "scale", "offset"),
 )
 
 
 @triton.jit
-def push_to_all(place, mask, words, peers, first, rank, region, index, WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr):
+def push_to_all(place, mask, words, next, peers, rank, region, index, WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr):
     """Into slot ``index`` of every peer. Source s has the (s - owner - 1) mod WORLD-th part of each slot of an owner.
 
-    first: base address of the next rank's arena, loaded early
+    next: base address of the next rank's arena; peers: of the table of all
     """
     offset = region + index.to(tl.int64) * ((WORLD - 1) * SLOT_BYTES)
     if WORLD > 1:
-        push(first + offset + (WORLD - 2) * SLOT_BYTES + place, mask, words)
+        push(next + offset + (WORLD - 2) * SLOT_BYTES + place, mask, words)
     for i in tl.static_range(1, WORLD - 1):
         base = load_address(peers + ((rank + 1 + i) % WORLD) * 8)
         push(base + offset + (WORLD - 2 - i) * SLOT_BYTES + place, mask, words)
 
 
 @triton.jit
+def widen(words, KIND: tl.constexpr):
+    """(lows, highs) of words, as fp32."""
+    return lows(words, KIND), highs(words, KIND)
+
+
+@triton.jit
 def sum_over_ranks(
     own, slot, mask, control, tag, epoch, rank,
-    WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr, PACK: tl.constexpr, KIND: tl.constexpr,
+    WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr, PACK: tl.constexpr, KEEP: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Sum over ranks, in rank order, of this rank's words and those that arrive in its slot: (lows, highs)."""
-    lower, upper = lows(own, KIND), highs(own, KIND)
+    """Sum over ranks, in rank order, of this rank's words and those that arrive in its slot: (lows, highs), and 1 where a
+    peer was given up."""
+    lower, upper = widen(own, KIND)
+    late = mask & 0
     if WORLD == 2:  # one addition: its order does not matter
-        words = take(slot, mask, control, tag, epoch, PACK)
+        words, late = take(slot, mask, control, tag, epoch, PACK, KEEP)
         lower, upper = add4(lower, lows(words, KIND)), add4(upper, highs(words, KIND))
     elif WORLD > 2:
         for source in tl.static_range(WORLD):
             mine = rank == source
             place = (source - rank - 1 + WORLD) % WORLD
             others = mask * tl.where(mine, 0, 1)
-            words = take(slot + tl.where(mine, 0, place) * SLOT_BYTES, others, control, tag + 256 * source, epoch, PACK)
+            theirs = slot + tl.where(mine, 0, place) * SLOT_BYTES
+            words, gone = take(theirs, others, control, tag + 256 * source, epoch, PACK, KEEP)
+            late |= gone
             words = select4(mine, own, words)
             if source == 0:
-                lower, upper = lows(words, KIND), highs(words, KIND)
+                lower, upper = widen(words, KIND)
             else:
                 lower, upper = add4(lower, lows(words, KIND)), add4(upper, highs(words, KIND))
-    return lower, upper
+    return (lower, upper), late
 
 
 @triton.jit
@@ -95,7 +105,7 @@ def widen_weight(words, offset, KIND: tl.constexpr, WEIGHT: tl.constexpr):
         a, b = lows(words[0], FP32), lows(words[1], FP32)
         lower, upper = (a[0], a[2], b[0], b[2]), (a[1], a[3], b[1], b[3])
     else:
-        lower, upper = lows(words[0], KIND), highs(words[0], KIND)
+        lower, upper = widen(words[0], KIND)
     return shift4(lower, offset), shift4(upper, offset)
 
 
@@ -115,7 +125,10 @@ def modify(
     values, residual, bias, factor, scale, k, mask,
     KIND: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """(lows, highs) of the reduced vectors -> the same after bias, scale and residual. k: their numbers in the row."""
+    """(lows, highs) of the reduced vectors -> the same after bias, scale and residual, which is (lows, highs) as well.
+
+    k: the vectors' numbers in the row
+    """
     lower, upper = values
     if BIAS:
         words = load16(bias + k * 16, mask)
@@ -126,7 +139,7 @@ def modify(
         element = load_element(factor, KIND)
         lower, upper = scale4(lower, element), scale4(upper, element)
     if RESIDUAL:
-        lower, upper = add4(lower, lows(residual, KIND)), add4(upper, highs(residual, KIND))
+        lower, upper = add4(lower, residual[0]), add4(upper, residual[1])
     return lower, upper
 
 
@@ -139,17 +152,15 @@ def squares_of(values):
 
 @triton.jit
 def normalize(
-    values, root, weight, offset, normed, at, mask,
+    values, root, weight, normed, at, mask,
     KIND: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Store values * root * (weight + offset). weight: its words; at: byte offsets in a matrix like the input."""
+    """Store values * root * weight. weight: (lows, highs); at: byte offsets in a matrix like the input."""
     lower, upper = scale4(values[0], root), scale4(values[1], root)
     if ROUND:
-        words = joins(lower, upper, KIND)
-        lower, upper = lows(words, KIND), highs(words, KIND)
+        lower, upper = widen(joins(lower, upper, KIND), KIND)
     if WEIGHT != NO_WEIGHT:
-        weight_lower, weight_upper = widen_weight(weight, offset, KIND, WEIGHT)
-        lower, upper = mul4(lower, weight_lower), mul4(upper, weight_upper)
+        lower, upper = mul4(lower, weight[0]), mul4(upper, weight[1])
     if WIDE_OUT:
         store16(normed + at * 2, mask, joins((lower[0], upper[0], lower[1], upper[1]), lower, FP32))
         store16(normed + at * 2 + 16, mask, joins((lower[2], upper[2], lower[3], upper[3]), lower, FP32))

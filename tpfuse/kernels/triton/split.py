@@ -11,14 +11,14 @@ import triton.language as tl
 from tpfuse.kernels.triton.lamport import (
     add4,
     clear,
-    highs,
+    hoist4,
     joins,
     load16,
-    load_address,
     load_word,
-    lows,
     sendable,
     store16,
+    store_word,
+    sum_once,
     take_parts,
 )
 from tpfuse.kernels.triton.row import (
@@ -31,6 +31,8 @@ from tpfuse.kernels.triton.row import (
     push_to_all,
     squares_of,
     sum_over_ranks,
+    widen,
+    widen_weight,
 )
 
 
@@ -54,34 +56,44 @@ def _other_parts(matrix, at, m):
 
 
 @triton.jit
+def _widen_early(words, KIND: tl.constexpr):
+    """(lows, highs), before the wait for the peers and not after it."""
+    lower, upper = widen(words, KIND)
+    return hoist4(lower), hoist4(upper)
+
+
+@triton.jit
+def _add(own, words, KIND: tl.constexpr):
+    lower, upper = widen(words, KIND)
+    return add4(own[0], lower), add4(own[1], upper)
+
+
+@triton.jit
 def _sum_parts(
     x, slots, masks, control, tag, epoch, rank,
-    WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr, PACK: tl.constexpr, KIND: tl.constexpr,
+    WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr, PACK: tl.constexpr, KEEP: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """``sum_over_ranks`` of the four parts of a row, which wait together."""
     WAIT: tl.constexpr = PACK > 0
     if WORLD == 2:
-        v = take_parts(slots, masks, control, tag, epoch, WAIT)
-        return (
-            (add4(lows(x[0], KIND), lows(v[0], KIND)), add4(highs(x[0], KIND), highs(v[0], KIND))),
-            (add4(lows(x[1], KIND), lows(v[1], KIND)), add4(highs(x[1], KIND), highs(v[1], KIND))),
-            (add4(lows(x[2], KIND), lows(v[2], KIND)), add4(highs(x[2], KIND), highs(v[2], KIND))),
-            (add4(lows(x[3], KIND), lows(v[3], KIND)), add4(highs(x[3], KIND), highs(v[3], KIND))),
-        )
+        x0, x1 = _widen_early(x[0], KIND), _widen_early(x[1], KIND)
+        x2, x3 = _widen_early(x[2], KIND), _widen_early(x[3], KIND)
+        v = take_parts(slots, masks, control, tag, epoch, WAIT, KEEP)
+        return _add(x0, v[0], KIND), _add(x1, v[1], KIND), _add(x2, v[2], KIND), _add(x3, v[3], KIND)
     else:
         return (
-            sum_over_ranks(x[0], slots[0], masks[0], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
-            sum_over_ranks(x[1], slots[1], masks[1], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
-            sum_over_ranks(x[2], slots[2], masks[2], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
-            sum_over_ranks(x[3], slots[3], masks[3], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KIND),
+            sum_over_ranks(x[0], slots[0], masks[0], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KEEP, KIND)[0],
+            sum_over_ranks(x[1], slots[1], masks[1], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KEEP, KIND)[0],
+            sum_over_ranks(x[2], slots[2], masks[2], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KEEP, KIND)[0],
+            sum_over_ranks(x[3], slots[3], masks[3], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KEEP, KIND)[0],
         )
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def split(
-    input, residual, bias, weight, factor, normed, total, peers, region, state, control,
-    rank, rows, vectors, hidden, all_vectors, tag, eps, scale, offset,
-    WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr,
+    input, residual, bias, weight, factor, normed, total, own, next, peers, region, state, control,
+    rank, rows, vectors, inverse, all_vectors, tag, eps, scale, offset,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr, KEEP: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
     BIAS: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -91,23 +103,22 @@ def split(
     """
     pid = tl.program_id(0)
     tag += pid * 65536
-    row, piece = pid // 4, pid % 4
+    row, piece = pid >> 2, pid & 3
     j = tl.arange(0, BLOCK)
-    per = (vectors + 3) // 4
-    p = piece, (piece + 1) % 4, (piece + 2) % 4, (piece + 3) % 4
+    per = (vectors + 3) >> 2
+    p = piece, (piece + 1) & 3, (piece + 2) & 3, (piece + 3) & 3
     k, m = _parts(p, per, j, vectors)
-    start = row.to(tl.int64) * vectors
+    start = row * vectors
     at = (start + k[0]) * 16, (start + k[1]) * 16, (start + k[2]) * 16, (start + k[3]) * 16
     SOURCES: tl.constexpr = WORLD - 1
     PART: tl.constexpr = SLOT_BYTES // 4
-    first = load_address(peers + (rank + 1) % WORLD * 8)
-    slots = load_address(peers + rank * 8) + region + row.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + j * 16
-    state += pid.to(tl.int64) * 8
+    slots = own + region + row.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + j * 16
+    state += pid * 8
     dead = load_word(control)
     epoch, before = load_word(state), load_word(state + 4)
     x0 = sendable(load16(input + at[0], m[0]))
     index = row * SLOTS + (epoch & (SLOTS - 1))
-    push_to_all(piece * PART + j * 16, m[0] * (1 - dead), x0, peers, first, rank, region, index, WORLD, SLOT_BYTES)
+    push_to_all(piece * PART + j * 16, m[0] * (1 - dead), x0, next, peers, rank, region, index, WORLD, SLOT_BYTES)
     others = _other_parts(input, at, m)
     x = x0, sendable(others[0]), sendable(others[1]), sendable(others[2])
     r = x
@@ -120,19 +131,25 @@ def split(
     old = slots + ((epoch + SLOTS - 1) & (SLOTS - 1)) * (SOURCES * SLOT_BYTES) + piece * PART
     for done in range(0, before, BLOCK):
         for source in tl.static_range(SOURCES):
-            clear(old + source * SLOT_BYTES + done * 16, (done + j < before).to(tl.int32))
+            clear(old + source * SLOT_BYTES + done * 16, (done + j < before).to(tl.int32), KEEP)
+    r0, r1 = _widen_early(r[0], KIND), _widen_early(r[1], KIND)
+    r2, r3 = _widen_early(r[2], KIND), _widen_early(r[3], KIND)
+    factors = r0
+    if WEIGHT != NO_WEIGHT:
+        lower, upper = widen_weight(w, offset, KIND, WEIGHT)
+        factors = hoist4(lower), hoist4(upper)
     now = slots + (epoch & (SLOTS - 1)) * (SOURCES * SLOT_BYTES)
     places = now + p[0] * PART, now + p[1] * PART, now + p[2] * PART, now + p[3] * PART
     masks = m[0] * (1 + dead), m[1] * (1 + dead), m[2] * (1 + dead), m[3] * (1 + dead)
-    y = _sum_parts(x, places, masks, control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KIND)
-    y0 = modify(y[0], r[0], bias, factor, scale, k[0], m[0], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
-    y1 = modify(y[1], r[1], bias, factor, scale, k[1], m[1], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
-    y2 = modify(y[2], r[2], bias, factor, scale, k[2], m[2], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
-    y3 = modify(y[3], r[3], bias, factor, scale, k[3], m[3], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
-    store16(total + at[0], m[0], joins(y0[0], y0[1], KIND))
+    y = _sum_parts(x, places, masks, control, tag, epoch, rank, WORLD, SLOT_BYTES, PACK, KEEP, KIND)
+    y0 = modify(y[0], r0, bias, factor, scale, k[0], m[0], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    y1 = modify(y[1], r1, bias, factor, scale, k[1], m[1], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    y2 = modify(y[2], r2, bias, factor, scale, k[2], m[2], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
+    y3 = modify(y[3], r3, bias, factor, scale, k[3], m[3], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
     # So paired, the sum is the same bits whichever part is the block's own.
-    squares = tl.sum((squares_of(y0) + squares_of(y2)) + (squares_of(y1) + squares_of(y3)))
-    root = tl.rsqrt(squares / hidden + eps)
-    normalize(y0, root, w, offset, normed, at[0], m[0], KIND, WEIGHT, WIDE_OUT, ROUND)
-    tl.store(state.to(tl.pointer_type(tl.int32)), epoch + 1)
-    tl.store((state + 4).to(tl.pointer_type(tl.int32)), per)
+    squares = sum_once((squares_of(y0) + squares_of(y2)) + (squares_of(y1) + squares_of(y3)), BLOCK)
+    store16(total + at[0], m[0], joins(y0[0], y0[1], KIND), KEEP)
+    root = tl.rsqrt(squares * inverse + eps)
+    normalize(y0, root, factors, normed, at[0], m[0], KIND, WEIGHT, WIDE_OUT, ROUND)
+    store_word(state, epoch + 1)
+    store_word(state + 4, per)
