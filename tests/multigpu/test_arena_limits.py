@@ -38,7 +38,8 @@ def _cycles(rank: int, ports: list[int]) -> dict[str, Any]:
     for cycle, port in enumerate(ports):
         order = rank if cycle % 2 == 0 else 1 - rank
         timeout = datetime.timedelta(seconds=30)
-        dist.init_process_group("nccl", init_method=f"tcp://localhost:{port}", rank=order, world_size=2, timeout=timeout)
+        store = dist.TCPStore("localhost", port, is_master=False, timeout=timeout)
+        dist.init_process_group("nccl", store=store, rank=order, world_size=2, timeout=timeout)
         for case in (Case((4, 4096), kernel=SPLIT), Case((9, 4096), kernel=RING), Case((300, 4096))):
             right(found["wrong"], judge(Call(case, seed=cycle)))
         torch.cuda.synchronize()
@@ -54,7 +55,6 @@ def _cycles(rank: int, ports: list[int]) -> dict[str, Any]:
 def test_groups_destroyed_and_made_anew():
     stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(CYCLES)]
     ports = [store.port for store in stores]
-    del stores
     for found in spawn(_cycles, 2, ports, backend="", timeout_s=150):
         assert not found["wrong"], "\n".join(found["wrong"])
         assert found["arenas"] == [0] * CYCLES, "an arena outlives its group"
