@@ -58,8 +58,8 @@ def two_passes(
     residual = torch.randn(rows, hidden, device=ranks.device, dtype=dtype, generator=generator)
     weight = torch.rand(hidden, device=ranks.device, dtype=dtype, generator=generator) + 0.5
     x = gemm(inner - 1)
-    right, _ = right_ones(ranks, ladder.with_norm(problem, residual, weight), x, reference_norm(x, residual, weight))
-    first, second = (measure(ranks, gemm, right, rounds, inner)[0] for _ in range(2))
+    right = right_ones(ranks, ladder.with_norm(problem, weight), (x, residual), reference_norm(x, residual, weight))
+    first, second = (measure(ranks, gemm, right, rounds, inner, residual=residual)[0] for _ in range(2))
     return {name: first[name] for name in right}, {name: second[name] for name in right}
 
 

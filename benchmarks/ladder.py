@@ -115,52 +115,54 @@ class Ladder:
 
     # -- with add and norm -------------------------------------------------------------------------------------------
 
-    def with_norm(self, problem: Problem, residual: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable]:
-        """Those of the wanted that can do the problem: x -> (normed, total). The first is ``nccl``."""
-        arguments = (weight, EPS, residual, None, None, None, 0.0, problem.dtype, None)
+    def with_norm(self, problem: Problem, weight: torch.Tensor) -> dict[str, Callable]:
+        """Those of the wanted that can do the problem: (x, residual) -> (normed, total). The first is ``nccl``."""
+        rest = (None, None, None, 0.0, problem.dtype, None)
         known, group = CANDIDATES[ALL_REDUCE_RMS_NORM], self.ranks.group_name
-        found: dict[str, Callable] = {"nccl": self._unfused(residual, weight)}
+        found: dict[str, Callable] = {"nccl": self._unfused(problem, weight)}
         for name in self.wanted:
             own = _OWN_NAMES.get(name, name)
             if own in known and name != "nccl":
                 if not known[own].cannot(self.arena, problem):
                     choice, run = Choice(own), known[own].run
-                    found[name] = lambda x, run=run, choice=choice: run(self.arena, choice, x, *arguments)
+                    found[name] = lambda x, r, run=run, choice=choice: run(self.arena, choice, x, weight, EPS, r, *rest)
             elif name == "flashinfer_pdl":
                 if not known["flashinfer"].cannot(self.arena, problem):
-                    found[name] = lambda x: flashinfer.all_reduce_rms_norm(self.arena, x, *arguments, pdl=True)
+                    found[name] = lambda x, r: flashinfer.all_reduce_rms_norm(
+                        self.arena, x, weight, EPS, r, *rest, pdl=True
+                    )
             elif name == "nccl_symm":
                 if self._window is not None:
-                    found[name] = self._over_window(problem, residual, weight)
+                    found[name] = self._over_window(problem, weight)
             elif name == "dispatch":
-                found[name] = lambda x: all_reduce_rms_norm(
-                    x, weight, group=group, eps=EPS, residual=residual, normed_dtype=problem.dtype
+                found[name] = lambda x, r: all_reduce_rms_norm(
+                    x, weight, group=group, eps=EPS, residual=r, normed_dtype=problem.dtype
                 )
         return found
 
-    def _unfused(self, residual: torch.Tensor, weight: torch.Tensor) -> Callable:
-        self._compile(residual, weight)
+    def _unfused(self, problem: Problem, weight: torch.Tensor) -> Callable:
+        self._compile(problem, weight)
 
-        def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             dist.all_reduce(x)
             return _add_norm(x, residual, weight)
 
         return run
 
-    def _over_window(self, problem: Problem, residual: torch.Tensor, weight: torch.Tensor) -> Callable:
+    def _over_window(self, problem: Problem, weight: torch.Tensor) -> Callable:
         assert self._window is not None
         part = self._window[: problem.rows * problem.row_bytes].view(problem.dtype).view(problem.rows, problem.hidden)
 
-        def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             part.copy_(x)
             dist.all_reduce(part)
             return _add_norm(part, residual, weight)
 
         return run
 
-    def _compile(self, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    def _compile(self, problem: Problem, weight: torch.Tensor) -> None:
         """Compile add and norm for this hidden size and any number of rows (1: for itself), if they have not been yet."""
-        x, r = torch.zeros_like(residual), residual.clone()
+        x, r = (weight.new_zeros(problem.rows, problem.hidden) for _ in range(2))
         if x.shape[0] > 1:
             for tensor in (x, r):
                 torch._dynamo.mark_dynamic(tensor, 0)

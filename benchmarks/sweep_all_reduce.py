@@ -21,11 +21,11 @@ from timing import (
     Gemm,
     Ranks,
     Writer,
+    drop_wrong,
     gemm_us,
     launch,
     limit_us,
     measure,
-    relative_error,
     repeats,
     right_ones,
 )
@@ -54,14 +54,9 @@ def one_size(
     gemm = Gemm(ranks, rows, hidden, k, dtype, inner)
     x = gemm(inner - 1)
     expected = (reference_sum(x),)
-    right, tolerance = right_ones(ranks, ladder.plain(problem), x, expected)
+    right = right_ones(ranks, ladder.plain(problem), (x,), expected)
     times, outputs = measure(ranks, gemm, right, rounds, inner, captured)
-    for name in right:  # and after all those replays
-        error = relative_error(ranks, outputs[name], expected)
-        if not error <= tolerance:
-            ranks.say(f"  {name} is not counted, WRONG after timing: relative error {error:.2g}")
-            del times[name]
-    return {**times, LIMIT: limit}
+    return {**drop_wrong(ranks, times, outputs, expected), LIMIT: limit}
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """What benchmarks of kernels share: ranks, timing behind a GEMM with candidates taking turns, the limit, the results file.
 
 A candidate's time is what it adds to the GEMM whose output it takes: CUDA graphs of [GEMM, candidate] x n and of [GEMM] x n
-are replayed in turn, in a new order each round; the median over the rounds of (difference / n), and then the largest of all
-ranks. GEMMs go through enough weights that none is in the cache when its turn comes.
+are replayed in turn, in a new order each round. The ranks together take as long as the slowest of them: the largest time of
+all ranks for each replay, then the median over the rounds of (difference / n). GEMMs go through enough weights that none is
+in the cache when its turn comes. The residual of each call is the total of the one before, as in a model.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ def relative_error(ranks: Ranks, got: Any, expected: Sequence[torch.Tensor]) -> 
 
 def check(
     ranks: Ranks,
-    run: Callable[[torch.Tensor], Any],
-    x: torch.Tensor,
+    run: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
     tolerance: float,
 ) -> tuple[float, str]:
@@ -157,31 +158,50 @@ def check(
     error = 0.0
     for _ in range(2):
         try:
-            got = run(x.clone())
+            got = run(*(each.clone() for each in inputs))
         except (RuntimeError, ValueError, AssertionError) as failure:
             return math.inf, f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:160]}"
         error = max(error, relative_error(ranks, got, expected))
     return error, "" if error <= tolerance else f"WRONG: relative error {error:.2g}, {tolerance:.2g} is allowed"
 
 
+def allowed(error: float, dtype: torch.dtype) -> float:
+    """The error that a candidate may have where the unfused baseline has this one."""
+    return max(2 * error, CEILINGS[dtype] / 100)
+
+
 def right_ones(
-    ranks: Ranks, candidates: Mapping[str, Callable], x: torch.Tensor, expected: Sequence[torch.Tensor]
-) -> tuple[dict[str, Callable], float]:
-    """The candidates that may be timed, and the error they may have: twice that of the first, the unfused baseline."""
-    first, ceiling = next(iter(candidates)), CEILINGS[x.dtype]
-    error, why = check(ranks, candidates[first], x, expected, ceiling)
+    ranks: Ranks, candidates: Mapping[str, Callable], inputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> dict[str, Callable]:
+    """The candidates that may be timed: with at most twice the error of the first, the unfused baseline."""
+    first, ceiling = next(iter(candidates)), CEILINGS[inputs[0].dtype]
+    error, why = check(ranks, candidates[first], inputs, expected, ceiling)
     if why:
         raise RuntimeError(f"{first}, the baseline: {why}")
-    tolerance = max(2 * error, ceiling / 100)
+    tolerance = allowed(error, inputs[0].dtype)
     right = {first: candidates[first]}
     for name, run in candidates.items():
         if name != first:
-            _, why = check(ranks, run, x, expected, tolerance)
+            _, why = check(ranks, run, inputs, expected, tolerance)
             if why:
                 ranks.say(f"  {name} is not timed: {why}")
             else:
                 right[name] = run
-    return right, tolerance
+    return right
+
+
+def drop_wrong(
+    ranks: Ranks, times: dict[str, float], outputs: Mapping[str, Any], expected: Sequence[torch.Tensor]
+) -> dict[str, float]:
+    """``times`` without the candidates whose last outputs are wrong, after all those replays. The first is the baseline."""
+    errors = {name: relative_error(ranks, outputs[name], expected) for name in times if name != GEMM_ALONE}
+    tolerance = allowed(next(iter(errors.values())), outputs[GEMM_ALONE].dtype)
+    for name, error in errors.items():
+        if not error <= tolerance:
+            ranks.say(
+                f"  {name} is not counted, WRONG after timing: relative error {error:.2g}, {tolerance:.2g} is allowed"
+            )
+    return {name: us for name, us in times.items() if errors.get(name, 0) <= tolerance}
 
 
 # -- timing ----------------------------------------------------------------------------------------------------------
@@ -194,19 +214,35 @@ def measure(
     rounds: int,
     inner: int,
     captured: bool = True,
+    residual: torch.Tensor | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """(us of the GEMM alone and what each candidate adds to it, the last outputs of each). The same us on every rank.
 
     captured  CUDA graphs and device time; False: eager calls and wall-clock time to the end of the last one
+    residual  of the first call: candidates are (x, residual) -> (normed, total). None: they are x -> total
     """
     bodies: dict[str, Callable[[int], Any]] = {GEMM_ALONE: gemm}
     for name, run in candidates.items():
-        bodies[name] = lambda turn, run=run: run(gemm(turn))
+        bodies[name] = (lambda turn, run=run: run(gemm(turn))) if residual is None else _chain(gemm, run, residual)
     times, outputs = (_replayed if captured else _eager)(ranks, bodies, rounds, inner)
-    alone = times[GEMM_ALONE]
-    added = {name: [(a - b) / inner for a, b in zip(times[name], alone, strict=True)] for name in candidates}
-    medians = [statistics.median(alone) / inner, *(statistics.median(each) for each in added.values())]
-    return dict(zip((GEMM_ALONE, *added), ranks.maximum(medians), strict=True)), outputs
+    slowest = ranks.maximum([us for each in times.values() for us in each])
+    taken = [len(times[name]) for name in bodies]
+    by_name = {name: [slowest[sum(taken[:i]) + n] / inner for n in range(taken[i])] for i, name in enumerate(bodies)}
+    alone = by_name[GEMM_ALONE]
+    medians = {name: statistics.median(a - b for a, b in zip(by_name[name], alone, strict=True)) for name in candidates}
+    return {GEMM_ALONE: statistics.median(alone), **medians}, outputs
+
+
+def _chain(gemm: Callable[[int], torch.Tensor], run: Callable, residual: torch.Tensor) -> Callable[[int], Any]:
+    total = residual
+
+    def body(turn: int) -> Any:
+        nonlocal total
+        outputs = run(gemm(turn), residual if turn == 0 else total)
+        total = outputs[1]
+        return outputs
+
+    return body
 
 
 def _replayed(
