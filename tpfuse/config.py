@@ -75,7 +75,7 @@ class FusionConfig:
     * O3  also what needs the full graph
 
     sp_min_token_num                   rows from which sequence parallelism is used (None: measured)
-    fi_allreduce_fusion_max_size_mb    largest message for FlashInfer's all-reduce kernels, MiB (None: measured)
+    fi_allreduce_fusion_max_size_mb    largest message for FlashInfer's all-reduce kernels, MiB (None: any)
     rope_kvcache_fusion_max_token_num  most rows for which RoPE + KV write is fused
     workspace_mb                       symmetric memory per process group on each rank, MiB; a group's first model decides
     peer_timeout_s                     how long a kernel waits for another rank, s (None: the process group's time-out)

@@ -11,7 +11,7 @@ import torch
 from tpfuse.comm.arena import MAX_SPLIT_ROWS, SLOT_BYTES, Region
 from tpfuse.errors import ConfigError
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, CANDIDATES, Problem
+from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, ANY, CANDIDATES, Problem, Wish
 from tpfuse.kernels.dispatch import Dispatcher
 from tpfuse.tables import PLAIN_ROW_BYTES, Choice, Machine, Table
 
@@ -39,8 +39,8 @@ def by_table(*entries, op=ALL_REDUCE_RMS_NORM, row_bytes=8192, **arena):
     return Dispatcher(StandIn(**arena), Table(Machine("GPU", "nvlink", 2), {op: {row_bytes: entries}}, {}), "here")
 
 
-def chosen(dispatcher, problem, pinned=None):
-    candidate, choice = dispatcher.choose(problem, pinned)
+def chosen(dispatcher, problem, wish=ANY):
+    candidate, choice = dispatcher.choose(problem, wish)
     assert candidate is CANDIDATES[problem.op][choice.candidate]
     return choice
 
@@ -111,14 +111,14 @@ def test_a_plain_sum_of_any_dtype():
 def test_pinned():
     dispatcher = by_table((1, RING))
     for name in ("tpfuse_split", "tpfuse_ring", "nccl"):
-        assert chosen(dispatcher, norm(4), name) == Choice(name)
+        assert chosen(dispatcher, norm(4), Wish(name)) == Choice(name)
 
 
 def test_pinned_and_unknown():
     with pytest.raises(ConfigError, match=r"^kernel 'magic' cannot run all_reduce_rms_norm: the kernels are tpfuse_split"):
-        by_table((1, RING)).choose(norm(1), "magic")
+        by_table((1, RING)).choose(norm(1), Wish("magic"))
     with pytest.raises(ConfigError, match=r"^kernel 'tpfuse_split' cannot run all_reduce: the kernels are "):
-        by_table((1, RING)).choose(plain(64), "tpfuse_split")
+        by_table((1, RING)).choose(plain(64), Wish("tpfuse_split"))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_pinned_and_unknown():
 )
 def test_pinned_and_unable(name, problem, why):
     with pytest.raises(ConfigError) as caught:
-        by_table((1, RING)).choose(problem, name)
+        by_table((1, RING)).choose(problem, Wish(name))
     assert str(caught.value) == f"kernel {name!r} cannot run {problem.op}: {why}"
 
 
@@ -143,8 +143,8 @@ def test_a_choice_is_made_once_per_kind_of_call(monkeypatch):
     problems = []
     run = lambda arena, choice, *arguments: calls.append(choice)  # noqa: E731
 
-    def choose(problem, pinned=None):
-        problems.append((problem, pinned))
+    def choose(problem, wish):
+        problems.append((problem, wish))
         return types.SimpleNamespace(run=run), dispatcher.table.choose(problem.op, problem.rows, problem.row_bytes)
 
     monkeypatch.setattr(dispatcher, "choose", choose)
@@ -152,7 +152,9 @@ def test_a_choice_is_made_once_per_kind_of_call(monkeypatch):
 
     def call(rows, eps=1e-5, kernel=None, residual=True):
         x = torch.ones(2, rows // 2, 4096, dtype=BF16)
-        dispatcher.all_reduce_rms_norm(kernel, x, weight, eps, x if residual else None, None, None, None, 0.0, BF16, BF16)
+        dispatcher.all_reduce_rms_norm(
+            Wish(kernel), x, weight, eps, x if residual else None, None, None, None, 0.0, BF16, BF16
+        )
 
     for _ in range(3):
         call(4)
@@ -163,7 +165,7 @@ def test_a_choice_is_made_once_per_kind_of_call(monkeypatch):
     call(4, residual=False)
     call(4, kernel="nccl")
     assert [problem.rows for problem, _ in problems] == [4, 8, 4]
-    assert problems[2][1] == "nccl"
+    assert problems[2][1] == Wish("nccl")
     assert calls[4] == NCCL
 
 
@@ -183,17 +185,49 @@ def test_what_may_run_over_a_range_of_rows(may_run):
     assert may_run(64, 64) == may_run(64, 1 << 20) == ["nccl"]
     assert may_run(4, 4, normed_dtype=torch.float16) == ["reference"]
     assert dispatch.may_run("0", "cpu", norm(1), 9) == ["reference"]
-    assert dispatch.may_run("0", "cuda", norm(1), 9, "flashinfer") == ["flashinfer"]
+    assert dispatch.may_run("0", "cuda", norm(1), 9, Wish("flashinfer")) == ["flashinfer"]
 
 
-def test_memory_of_a_library_is_made_for_the_largest_call_it_gets(may_run, monkeypatch):
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """FlashInfer as if it were there; the rows of the calls that it was prepared for."""
     prepared = []
     known = CANDIDATES[ALL_REDUCE_RMS_NORM]
-    library = dataclasses.replace(
+    able = dataclasses.replace(
         known["flashinfer"], prepare=lambda arena, p: prepared.append(p.rows) or "", cannot=lambda arena, p: ""
     )
-    monkeypatch.setitem(known, "flashinfer", library)
+    monkeypatch.setitem(known, "flashinfer", able)
+    return prepared
+
+
+def test_memory_of_a_library_is_made_for_the_largest_call_it_gets(may_run, flashinfer, monkeypatch):
     dispatcher = by_table((1, RING), (16, Choice("flashinfer")), (1 << 16, RING))
     monkeypatch.setattr(dispatch, "of", lambda group_name: dispatcher)
-    assert may_run(1, 64) == ["tpfuse_ring", "flashinfer"] and prepared == [64]
-    assert may_run(1, 1 << 20) == ["tpfuse_ring", "flashinfer"] and prepared[1:] == [8192]
+    assert may_run(1, 64) == ["tpfuse_ring", "flashinfer"] and flashinfer == [64]
+    assert may_run(1, 1 << 20) == ["tpfuse_ring", "flashinfer"] and flashinfer[1:] == [8192]
+
+
+def test_flashinfer_up_to_a_size(flashinfer, monkeypatch):
+    """By table or by name: larger messages go to what else can."""
+    dispatcher = by_table((1, Choice("flashinfer")), (1 << 16, NCCL))
+    monkeypatch.setattr(dispatch, "of", lambda group_name: dispatcher)
+    for wish in (Wish(None, 8 * 8192), Wish("flashinfer", 8 * 8192)):
+        assert chosen(dispatcher, norm(8), wish) == Choice("flashinfer")
+        assert chosen(dispatcher, norm(9), wish) == Choice("tpfuse_ring")
+        assert chosen(dispatcher, norm(1 << 16), wish) == NCCL
+        assert dispatch.may_run("0", "cuda", norm(4), 32, wish) == ["flashinfer", "tpfuse_ring"]
+        assert dispatch.may_run("0", "cuda", norm(16), 32, wish) == ["tpfuse_ring"]
+    assert flashinfer[0] == 8 and max(flashinfer) == 8
+    assert chosen(dispatcher, norm(9), Wish(None, 0)) == Choice("tpfuse_ring")
+
+
+def test_why_not_the_others(may_run):
+    kernels = may_run(4, 8)
+    told = dispatch.told("0", norm(4), kernels)
+    assert told == (
+        "all_reduce_rms_norm of [T, 4096] torch.bfloat16 over '0': tpfuse_split, tpfuse_ring; "
+        "not flashinfer, torch_symm_mem, nccl (slower by the table)"
+    )
+    assert dispatch.told("0", norm(4), ["nccl"], Wish("nccl")).endswith("torch_symm_mem (nccl was asked for)")
+    told = dispatch.told("0", norm(1, SLOT_BYTES), ["nccl"])
+    assert "tpfuse_split, tpfuse_ring (a row of 65536 bytes is longer than a slot of 32768)" in told

@@ -26,7 +26,7 @@ def pays(monkeypatch):
     """As on a machine whose table has a faster kernel for every size; the sizes asked for are kept."""
     asked = []
 
-    def may_run(group, device, problem, most_rows, pinned=None):
+    def may_run(group, device, problem, most_rows):
         asked.append((problem.rows * problem.row_bytes, most_rows * problem.row_bytes))
         return ["fast", "nccl"]
 

@@ -1,6 +1,6 @@
 """The symmetric arena: one block of memory per process group that every rank of it can write, and its epochs and alarms.
 
-    header    state of the blocks of each kernel (epochs: they only grow, and stay on the device)
+    header    state of the blocks of each kernel (epochs: they only grow, and stay on the device); control block
     regions   slots, one region per way of using them; each slot is empty (SENTINEL) until a peer writes it
 
 It is made once per group, by agreement of its ranks and outside any graph capture, and never grows: a captured graph holds
@@ -41,6 +41,8 @@ DEFAULT_BYTES = 64 << 20
 SUBJECT = "making the arena"
 _CAPTURING = "a CUDA graph is being captured"
 HEADER_BYTES = 16 << 10
+_CONTROL = 8 << 10  # in the header, behind the state
+assert (MAX_SPLIT_ROWS * SPLIT + MAX_RING_BLOCKS) * STATE_BYTES <= _CONTROL < HEADER_BYTES
 _RECORD_WORDS = 4
 
 
@@ -72,7 +74,7 @@ class Arena:
 
     base     address of this rank's block; next: of the next rank's
     peers    address of the device table of the ranks' base addresses (int64 each)
-    control  address of {int32 abort, int32 -, int64 deadline in ns, int64 address of the record}, in device memory
+    control  address of {int32 abort, int32 -, int64 deadline in ns, int64 address of the record}, in the header
     bytes    of symmetric memory on each rank
     """
 
@@ -87,7 +89,6 @@ class Arena:
         self._group = weakref.ref(group)
         self._memory = _SymmetricMemory.empty_strided_p2p((size // 4,), (1,), torch.int32, device)
         self._record = torch.zeros(_RECORD_WORDS, dtype=torch.int32).pin_memory()
-        self._control = torch.zeros(3, dtype=torch.int64, device=device)
         self._seen = self._record.numpy()  # reads without a torch call
         self._stream = -1  # of the call before; no stream has that handle, the default stream has 0
         self._last: torch.cuda.Stream | None = None
@@ -114,15 +115,20 @@ class Arena:
         self.peers = int(self._handle.buffer_ptrs_dev)
         self.base = int(self._handle.buffer_ptrs[self.rank])
         self.next = int(self._handle.buffer_ptrs[(self.rank + 1) % self.world])
-        self.control = self._control.data_ptr()
-        self._control[2] = self._record.data_ptr()
+        self.control = self.base + _CONTROL
+        self._control(2).fill_(self._record.data_ptr())
         self.set_deadline(timeout_s)
         torch.cuda.synchronize(self.device)
+
+    def _control(self, index: int) -> torch.Tensor:
+        """Word ``index`` of the control block, as one int64."""
+        start = _CONTROL // 4 + 2 * index
+        return self._memory[start : start + 2].view(torch.int64)
 
     def set_deadline(self, seconds: float) -> None:
         """How long a kernel waits for a peer before it gives up."""
         with plain_tensors():
-            self._control[1] = int(seconds * 1e9)
+            self._control(1).fill_(int(seconds * 1e9))
         self.deadline_s = seconds
 
     def enter(self) -> int:

@@ -43,7 +43,7 @@ from tpfuse.graph.nodes import (
 )
 from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import DTYPES, Problem
+from tpfuse.kernels.candidates import DTYPES, Problem, Wish
 from tpfuse.ops import rms_norm
 from tpfuse.ops.all_reduce_rms_norm import NAME, OP
 
@@ -54,18 +54,17 @@ def run(graph: Graph, context: Context) -> None:
     for norm in list(graph.nodes) if context.fusions[FUSION].on else ():
         if not is_call(norm, rms_norm.OP):
             continue
-        found = [(chain, _obstacle(norm, chain, context)) for chain in chains.trace(norm.args[0])]
-        chain = next((chain for chain, obstacle in found if not obstacle), None)
+        found = [(chain, *_judge(norm, chain, context)) for chain in chains.trace(norm.args[0])]
+        chain, kernels = next(((chain, kernels) for chain, obstacle, kernels in found if not obstacle), (None, []))
         if chain is None:
             norms[norm] = found[0][1] if found else _unreached(norm)
-            for blocked, obstacle in found:
+            for blocked, obstacle, _ in found:
                 reduces.setdefault(blocked.all_reduce, obstacle)
             continue
         group = str(chain.all_reduce.args[2])
-        kernel = "/".join(_may_run(norm, chain, context))
-        context.decide("fused", chain.all_reduce, fusion=FUSION, group=group, kernel=kernel)
+        context.decide("fused", chain.all_reduce, fusion=FUSION, group=group, kernel="/".join(kernels))
         context.rewrites += 1
-        _rewrite(graph, norm, chain, context.pinned_kernel)
+        _rewrite(graph, norm, chain, context.wish)
     for node in [node for node in graph.nodes if is_call(node, ALL_REDUCE)]:
         reason, norm = (reduces[node], None) if node in reduces else _why_not(node, context)
         if norm is not None:
@@ -75,8 +74,21 @@ def run(graph: Graph, context: Context) -> None:
         context.decide("skipped", norm, fusion=FUSION, op="rms_norm", reason=reason)
 
 
+def _judge(norm: Node, chain: Chain, context: Context) -> tuple[str, list[str]]:
+    """Why this chain must not be fused, "" if it may; names of what would run it, over all row counts of the graph."""
+    obstacle = _obstacle(norm, chain, context)
+    if obstacle:
+        return obstacle, []
+    problem, most_rows = _problem(norm, chain, context)
+    group, device = str(chain.all_reduce.args[2]), value(norm).device.type
+    kernels = dispatch.may_run(group, device, problem, most_rows, context.wish)
+    if device != "cpu":
+        context.note(dispatch.told(group, problem, kernels, context.wish))
+    return "NCCL and the unfused norm are the fastest for these rows" if kernels == ["nccl"] else "", kernels
+
+
 def _obstacle(norm: Node, chain: Chain, context: Context) -> str:
-    """Why this chain must not be fused; empty if it may."""
+    """Why this chain must not be fused, whatever its size; empty if it may."""
     reduce, total = chain.all_reduce, chain.total
     device = value(norm).device.type
     general = _unfit_all_reduce(reduce)
@@ -92,14 +104,11 @@ def _obstacle(norm: Node, chain: Chain, context: Context) -> str:
         return "an input is computed after another collective, which the all-reduce would have to wait for"
     if device != "cpu" and not context.ranks_alike:  # there the operation is made of the model's own collectives
         return "ranks have different graphs or forward hooks"
-    obstacle = dispatch.obstacle(str(reduce.args[2]), device)
-    if not obstacle and _may_run(norm, chain, context) == ["nccl"]:
-        return "NCCL and the unfused norm are measured to be the fastest for these rows"
-    return obstacle
+    return dispatch.obstacle(str(reduce.args[2]), device)
 
 
-def _may_run(norm: Node, chain: Chain, context: Context) -> list[str]:
-    """Names of what would run the site in place of NCCL and a norm, over all row counts of the graph."""
+def _problem(norm: Node, chain: Chain, context: Context) -> tuple[Problem, int]:
+    """The smallest call of the site, and the most rows of one."""
     total = value(chain.total)
     *leading, hidden = total.shape
     low, high = context.rows
@@ -116,7 +125,7 @@ def _may_run(norm: Node, chain: Chain, context: Context) -> list[str]:
         out_dtype=out_dtype,
         modifiers=chain.bias is not None or chain.scale is not None,
     )
-    return dispatch.may_run(str(chain.all_reduce.args[2]), total.device.type, problem, high, context.pinned_kernel)
+    return problem, high
 
 
 def _unfit_all_reduce(reduce: Node) -> str:
@@ -177,15 +186,16 @@ def _first_use(norm: Node, chain: Chain) -> Node:
     return min(users, key=lambda n: n._sort_key, default=norm)
 
 
-def _rewrite(graph: Graph, norm: Node, chain: Chain, kernel: str | None) -> None:
+def _rewrite(graph: Graph, norm: Node, chain: Chain, wish: Wish) -> None:
     _, weight, eps, offset, normed_dtype, out_dtype = norm.args
     number, tensor = (chain.scale, None) if isinstance(chain.scale, float) else (None, chain.scale)
     total, reduce = chain.total, chain.all_reduce
     erase_cone(graph, norm.meta[ORIGINAL])
     with graph.inserting_before(_place(norm, chain)):
         source = reapply(graph, chain.views, reduce.args[0], like=reduce)
-        modifiers = (chain.residual, chain.bias, number, tensor, offset, normed_dtype, out_dtype, kernel)
-        fused = emit(graph, OP, (source, weight, reduce.args[2], eps, *modifiers), like=reduce)
+        modifiers = (chain.residual, chain.bias, number, tensor, offset, normed_dtype, out_dtype)
+        wishes = (wish.kernel, wish.flashinfer_bytes)
+        fused = emit(graph, OP, (source, weight, reduce.args[2], eps, *modifiers, *wishes), like=reduce)
         normed = emit(graph, operator.getitem, (fused, 0), like=norm)
         summed = emit(graph, operator.getitem, (fused, 1), like=total)
     with graph.inserting_before(norm):

@@ -22,6 +22,7 @@ from tpfuse.graph import pipeline
 from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.places import Places
 from tpfuse.kernels import dispatch
+from tpfuse.kernels.candidates import Wish
 from tpfuse.report import Recorder
 from tpfuse.tokens import MOST_ROWS
 from tpfuse.version import __version__
@@ -86,8 +87,9 @@ class TpfuseBackend:
         if pipeline.on_cuda(module.graph):
             self._make_arenas(names)
         start = time.perf_counter()
-        pinned = self.config.allreduce_rms_kernel
-        context = Context(self.fusions, self.recorder, self.variant, self.places, all(answers), pinned, self.rows)
+        megabytes = self.config.fi_allreduce_fusion_max_size_mb
+        wish = Wish(self.config.allreduce_rms_kernel, None if megabytes is None else int(megabytes * 2**20))
+        context = Context(self.fusions, self.recorder, self.variant, self.places, all(answers), wish, self.rows)
         pipeline.run(module, context, training=not kwargs.get("is_inference", False))
         self.recorder.graphs += 1
         self.recorder.pass_seconds += time.perf_counter() - start

@@ -10,6 +10,7 @@ from torch.fx import Graph
 from tpfuse.config import Resolved
 from tpfuse.graph.nodes import ALL_REDUCE, ORDER, OTHER_ALL_REDUCES, WHERE, Node, is_call
 from tpfuse.graph.places import Places
+from tpfuse.kernels.candidates import ANY, Wish
 from tpfuse.report import Outcome, Recorder, Site
 from tpfuse.tokens import MOST_ROWS
 
@@ -30,12 +31,12 @@ class Context:
         variant: str,
         places: Places,
         ranks_alike: bool,
-        pinned_kernel: str | None = None,
+        wish: Wish = ANY,
         rows: tuple[int, int] = (1, MOST_ROWS),
     ) -> None:
         self.fusions = fusions
         self.ranks_alike = ranks_alike
-        self.pinned_kernel, self.rows = pinned_kernel, rows
+        self.wish, self.rows = wish, rows
         self.variant = variant
         self.rewrites = 0
         self.look_alikes: dict[Node, tuple[str, str]] = {}  # what a look-alike normalises -> (op, reason)
@@ -73,6 +74,10 @@ class Context:
         for index, (decided, site) in enumerate(self._decisions):
             if decided is node:
                 self._decisions[index] = node, dataclasses.replace(site, kernel=kernel)
+
+    def note(self, text: str) -> None:
+        """Tell something that holds for more than one place."""
+        self._recorder.note(text)
 
     def publish(self) -> None:
         """Hand the decisions to the report, in the order of the graph."""

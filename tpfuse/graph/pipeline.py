@@ -36,12 +36,8 @@ OPS = {FUSION: all_reduce_rms_norm.NAME}
 
 
 def unavailable() -> dict[str, str]:
-    """Fusions and tuning fields that this version cannot do on any machine, with the reason."""
-    missing = {name: "not in this version of tpfuse" for name in FUSION_LEVELS if name not in OPS}
-    return {
-        **missing,
-        "fi_allreduce_fusion_max_size_mb": "in this version a table or allreduce_rms_kernel chooses FlashInfer",
-    }
+    """Fusions that this version cannot do on any machine, with the reason."""
+    return {name: "not in this version of tpfuse" for name in FUSION_LEVELS if name not in OPS}
 
 
 def group_names(graph: Graph) -> list[str]:

@@ -17,6 +17,7 @@ from tpfuse.comm.arena import MAX_SPLIT_ROWS, SLOT_BYTES, Arena
 from tpfuse.tables import Choice
 
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = "all_reduce_rms_norm", "all_reduce"
+FLASHINFER, NOT_PREPARED = "flashinfer", "not prepared"
 _LONGEST_ROW_BYTES = 64 << 10
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -44,6 +45,25 @@ class Problem:
         return self.hidden * self.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What a user asked of the choice.
+
+    kernel            the candidate to take, None: the fastest
+    flashinfer_bytes  of the largest message that FlashInfer gets, None: any
+    """
+
+    kernel: str | None = None
+    flashinfer_bytes: int | None = None
+
+    def forbids(self, name: str, problem: Problem) -> bool:
+        most = self.flashinfer_bytes
+        return name == FLASHINFER and most is not None and problem.rows * problem.row_bytes > most
+
+
+ANY = Wish()
+
+
 def _anything(arena: Arena, problem: Problem) -> str:
     return ""
 
@@ -56,7 +76,7 @@ class Candidate:
     run     (arena, choice, *the operation's arguments) -> its results
     prepare (arena, problem) -> why it cannot be made ready for problems up to this one; "" if it is. Collective, not inside
             a graph capture: for what a table chooses or a user names, when a graph is compiled or it is first called.
-            Without it ``cannot`` says "not prepared" where a library needs memory of its own.
+            Without it ``cannot`` says NOT_PREPARED where a library needs memory of its own.
     """
 
     name: str
@@ -173,7 +193,7 @@ CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {
         for c in (
             Candidate("tpfuse_split", _split_cannot, _split),
             Candidate("tpfuse_ring", _own_cannot, _ring),
-            Candidate("flashinfer", _flashinfer_cannot, _flashinfer, _flashinfer_prepare),
+            Candidate(FLASHINFER, _flashinfer_cannot, _flashinfer, _flashinfer_prepare),
             Candidate("torch_symm_mem", _symm_mem_cannot, _symm_mem, _symm_mem_prepare),
             Candidate("nccl", _norm_cannot, _nccl),
         )

@@ -22,7 +22,16 @@ from tpfuse.comm.arena import Arena
 from tpfuse.config import is_debugging
 from tpfuse.errors import ConfigError
 from tpfuse.kernels import REFERENCE
-from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, CANDIDATES, Candidate, Problem
+from tpfuse.kernels.candidates import (
+    ALL_REDUCE,
+    ALL_REDUCE_RMS_NORM,
+    ANY,
+    CANDIDATES,
+    NOT_PREPARED,
+    Candidate,
+    Problem,
+    Wish,
+)
 from tpfuse.tables import Choice, Machine, Table
 
 _MOST_CHOICES = 4096
@@ -39,13 +48,13 @@ class Dispatcher:
         self._debug = is_debugging()
         self._chosen: dict[tuple, tuple[Candidate, Choice] | None] = {}
 
-    def choose(self, problem: Problem, pinned: str | None = None) -> tuple[Candidate, Choice] | None:
+    def choose(self, problem: Problem, wish: Wish = ANY) -> tuple[Candidate, Choice] | None:
         """The candidate for a problem, and how it is laid out; None: none can do it.
 
-        Raises ConfigError: ``pinned`` cannot do it.
+        Raises ConfigError: the kernel that is wished for cannot do it.
         """
-        known = CANDIDATES[problem.op]
-        if pinned is not None:
+        known, pinned = CANDIDATES[problem.op], wish.kernel
+        if pinned is not None and not wish.forbids(pinned, problem):
             why = f"the kernels are {', '.join(known)}"
             if pinned in known:  # after what memory it needs has been made
                 why = known[pinned].prepare(self.arena, problem) or known[pinned].cannot(self.arena, problem)
@@ -54,18 +63,21 @@ class Dispatcher:
             return known[pinned], Choice(pinned)
         choice = self.table.choose(problem.op, problem.rows, problem.row_bytes) if self.table else None
         for each in (choice or self._by_rule(problem), Choice("tpfuse_ring"), Choice("nccl")):
-            if each.candidate in known and not known[each.candidate].cannot(self.arena, problem):
+            able = each.candidate in known and not known[each.candidate].cannot(self.arena, problem)
+            if able and not wish.forbids(each.candidate, problem):
                 return known[each.candidate], each
         return None
 
-    def prepare(self, problems: Sequence[Problem]) -> None:
+    def prepare(self, problems: Sequence[Problem], wish: Wish = ANY) -> None:
         """Make the memory of every library that the table chooses for one of the problems, for the largest of those."""
         prepared = set()
         for problem in sorted(problems, key=lambda each: -each.rows) if self.table else ():
             assert self.table is not None
             choice = self.table.choose(problem.op, problem.rows, problem.row_bytes)
             candidate = CANDIDATES[problem.op].get(choice.candidate) if choice else None
-            if candidate is not None and candidate.name not in prepared and problem.rows <= _MOST_PREPARED_ROWS:
+            if candidate is None or candidate.name in prepared or wish.forbids(candidate.name, problem):
+                continue
+            if problem.rows <= _MOST_PREPARED_ROWS:
                 candidate.prepare(self.arena, problem)
                 prepared.add(candidate.name)
 
@@ -74,7 +86,7 @@ class Dispatcher:
         key = (input.numel(), input.dtype, kernel)
         found = self._chosen.get(key)
         if found is None:
-            found = self._remember(key, self.choose(Problem(ALL_REDUCE, input.numel(), 1, input.dtype), kernel))
+            found = self._remember(key, self.choose(Problem(ALL_REDUCE, input.numel(), 1, input.dtype), Wish(kernel)))
             assert found is not None  # NCCL can do everything
         if self._debug:
             self._compare(ALL_REDUCE, key)
@@ -100,12 +112,12 @@ class Dispatcher:
             return Choice("nccl")
         return Choice("tpfuse_split" if problem.rows <= 4 else "tpfuse_ring")
 
-    def all_reduce_rms_norm(self, kernel: str | None, input: torch.Tensor, *arguments: Any) -> Any:
+    def all_reduce_rms_norm(self, wish: Wish, input: torch.Tensor, *arguments: Any) -> Any:
         """Run the operation on at least one row; arguments as in ``tpfuse.ops``. None: only its reference can."""
         weight, _, _, bias, scale, scale_tensor, _, normed_dtype, out_dtype = arguments
         modified = bias is not None or scale is not None or scale_tensor is not None
         weight_dtype = None if weight is None else weight.dtype
-        key = (input.shape, input.dtype, weight_dtype, normed_dtype, out_dtype, modified, kernel)
+        key = (input.shape, input.dtype, weight_dtype, normed_dtype, out_dtype, modified, wish)
         found = self._chosen.get(key, _UNKNOWN)
         if found is _UNKNOWN:
             hidden = input.shape[-1]
@@ -113,7 +125,7 @@ class Dispatcher:
                 ALL_REDUCE_RMS_NORM, input.numel() // hidden, hidden, input.dtype,
                 weight_dtype, normed_dtype, out_dtype, modified,
             )  # fmt: skip
-            found = self._remember(key, self.choose(problem, kernel))
+            found = self._remember(key, self.choose(problem, wish))
         if self._debug:
             self._compare(ALL_REDUCE_RMS_NORM, key)
         if found is None:
@@ -161,23 +173,40 @@ def obstacle(group_name: str, device_type: str) -> str:
     return found if isinstance(found, str) else ""
 
 
-def may_run(group_name: str, device_type: str, problem: Problem, most_rows: int, pinned: str | None = None) -> list[str]:
+def may_run(group_name: str, device_type: str, problem: Problem, most_rows: int, wish: Wish = ANY) -> list[str]:
     """Names of what runs calls of ``problem.rows`` to ``most_rows`` rows, fewest rows first, where there is no obstacle.
 
     Where it is NCCL alone, nothing is won by fusing: the unfused graph does the same, and Inductor may fuse the norm with
-    what follows it. Makes what memory the libraries among them need: collective.
+    what follows it. Makes what memory the libraries among them need: collective. That of a kernel that is wished for, and
+    whether it can do the call at all, waits for the call.
     """
     if device_type == "cpu":
         return [REFERENCE]
-    if pinned is not None:
-        return [pinned]
     found = of(group_name)
     assert isinstance(found, Dispatcher), found
     counts = {most_rows, *(problem.rows << n for n in range(most_rows.bit_length()) if problem.rows << n < most_rows)}
     problems = [dataclasses.replace(problem, rows=count) for count in sorted(counts)]
-    found.prepare(problems)
-    chosen = [found.choose(each) for each in problems]
-    return list(dict.fromkeys(REFERENCE if each is None else each[0].name for each in chosen))
+    free = [each for each in problems if wish.kernel is None or wish.forbids(wish.kernel, each)]
+    names = [wish.kernel] if wish.kernel is not None and len(free) < len(problems) else []
+    found.prepare(free, wish)
+    chosen = [found.choose(each, wish) for each in free]
+    return list(dict.fromkeys([*names, *(REFERENCE if each is None else each[0].name for each in chosen)]))
+
+
+def told(group_name: str, problem: Problem, names: Sequence[str], wish: Wish = ANY) -> str:
+    """One line on ``names``, which ``may_run`` gave, and why not the other candidates."""
+    found = of(group_name)
+    assert isinstance(found, Dispatcher), found
+    reasons: dict[str, list[str]] = {}
+    for name, candidate in CANDIDATES[problem.op].items():
+        if name not in names:
+            why = candidate.cannot(found.arena, problem)
+            if not why or why == NOT_PREPARED:
+                by_itself = "slower by the table" if found.table else "not chosen where there is no table"
+                why = f"{wish.kernel} was asked for" if wish.kernel is not None else by_itself
+            reasons.setdefault(why, []).append(name)
+    others = "; ".join(f"{', '.join(each)} ({why})" for why, each in reasons.items())
+    return f"{problem.op} of [T, {problem.hidden}] {problem.dtype} over {group_name!r}: {', '.join(names)}; not {others}"
 
 
 @functools.cache

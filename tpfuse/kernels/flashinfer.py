@@ -23,7 +23,7 @@ import torch
 
 from tpfuse.comm import agreement, groups
 from tpfuse.comm.arena import VECTOR_BYTES, Arena
-from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, Problem
+from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, NOT_PREPARED, Problem
 
 OLDEST, PDL_FROM = (0, 6, 13), (0, 7, 4)  # before the latter its kernels read the residual ahead of the grid dependency
 WORLDS = (2, 4, 8)
@@ -56,7 +56,7 @@ def cannot(arena: Arena, problem: Problem) -> str:
     if state is not None and state.reason:
         return state.reason
     if state is None or state.elements < problem.rows * problem.hidden:
-        return "not prepared"
+        return NOT_PREPARED
     return ""
 
 
@@ -65,10 +65,10 @@ def prepare(arena: Arena, problem: Problem) -> str:
 
     Every step that may fail on one rank is followed by an exchange, so that all ranks have a workspace or none has.
     """
-    if cannot(arena, problem) != "not prepared":
+    if cannot(arena, problem) != NOT_PREPARED:
         return cannot(arena, problem)
     if torch.cuda.is_current_stream_capturing():
-        return "not prepared, and a CUDA graph is being captured"
+        return f"{NOT_PREPARED}, and a CUDA graph is being captured"
     state = _states.setdefault(arena, _State())
     group = groups.resolve(arena.group_name)
     elements = max(_LEAST_ELEMENTS, 1 << (problem.rows * problem.hidden - 1).bit_length())

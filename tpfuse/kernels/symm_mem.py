@@ -17,7 +17,7 @@ import torch
 from tpfuse.comm import agreement, groups
 from tpfuse.comm.arena import VECTOR_BYTES, Arena
 from tpfuse.errors import first_line
-from tpfuse.kernels.candidates import Problem
+from tpfuse.kernels.candidates import NOT_PREPARED, Problem
 
 _ONE_SHOT_BYTES = 16 << 10  # sent by each rank; above it two-shot is measured to be faster also between two ranks
 _LEAST_BYTES = 1 << 20
@@ -47,16 +47,16 @@ def cannot(arena: Arena, problem: Problem) -> str:
     if state is not None and state.reason:
         return state.reason
     if state is None or state.buffer is None or state.buffer.numel() < size:
-        return "not prepared"
+        return NOT_PREPARED
     return ""
 
 
 def prepare(arena: Arena, problem: Problem) -> str:
     """Make sure that the buffer holds the problem; why it does not, or "". Collective, and not inside a capture."""
-    if cannot(arena, problem) != "not prepared":
+    if cannot(arena, problem) != NOT_PREPARED:
         return cannot(arena, problem)
     if torch.cuda.is_current_stream_capturing():
-        return "not prepared, and a CUDA graph is being captured"
+        return f"{NOT_PREPARED}, and a CUDA graph is being captured"
     from torch.distributed import _symmetric_memory as torch_symm_mem
 
     state = _states.setdefault(arena, _State())

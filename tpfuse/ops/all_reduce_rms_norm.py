@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tpfuse.comm.groups import group_name
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, DTYPES
+from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, DTYPES, Wish
 from tpfuse.ops import library
 from tpfuse.ops.all_reduce import reference as all_reduce_reference
 from tpfuse.ops.rms_norm import normalize
@@ -57,13 +57,14 @@ def _run(
     normed_dtype=None,
     out_dtype=None,
     kernel_name=None,
+    flashinfer_bytes=None,
     after=None,
 ):
     arguments = (residual, bias, scale, scale_tensor, weight_offset, normed_dtype, out_dtype)
     if input.is_cuda and input.numel():
         found = dispatch.of(group)
         if not isinstance(found, str):
-            results = found.all_reduce_rms_norm(kernel_name, input, weight, eps, *arguments)
+            results = found.all_reduce_rms_norm(Wish(kernel_name, flashinfer_bytes), input, weight, eps, *arguments)
             if results is not None:
                 return results
     return reference(input, weight, group, eps, *arguments)
@@ -82,6 +83,7 @@ def _fake(
     normed_dtype=None,
     out_dtype=None,
     kernel_name=None,
+    flashinfer_bytes=None,
     after=None,
 ):
     total = torch.empty(input.shape, dtype=input.dtype, device=input.device)
@@ -91,7 +93,8 @@ def _fake(
 OP = library.define(
     f"{NAME}(Tensor input, Tensor? weight, str group, float eps, Tensor? residual=None, Tensor? bias=None, "
     "float? scale=None, Tensor? scale_tensor=None, float weight_offset=0.0, ScalarType? normed_dtype=None, "
-    "ScalarType? out_dtype=None, str? kernel_name=None, Tensor? after=None) -> (Tensor, Tensor)",
+    "ScalarType? out_dtype=None, str? kernel_name=None, int? flashinfer_bytes=None, Tensor? after=None) "
+    "-> (Tensor, Tensor)",
     _run,
     _fake,
 )
