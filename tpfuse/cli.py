@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
+import subprocess
 import sys
 from collections.abc import Sequence
 
 from tpfuse.version import __version__
 
-USAGE = """usage: tpfuse [--version] [--help] demo|tune ...
+USAGE = """usage: tpfuse [--version] [--help] demo|tune|bench ...
 
   demo [--nproc-per-node N] ...  compare a tensor-parallel model before and after tpfuse.apply on N ranks (default: 2)
                                  of this machine; 'tpfuse demo --help' lists the other options
   tune [--nproc-per-node N] ...  measure which kernel is the fastest for which size on N GPUs (default: all) of this
                                  machine, and keep the answer; 'tpfuse tune --help' lists the other options
+  bench NAME [--nproc-per-node N] ...
+                                 run benchmarks/NAME.py of a checkout of tpfuse on N GPUs (default: all); 'tpfuse bench'
+                                 lists the names, 'tpfuse bench NAME --help' a benchmark's options
 """
+BENCHMARKS = ("sweep_all_reduce_rms_norm", "sweep_all_reduce", "dispatch_regret", "decode")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "--version":
         print(f"tpfuse {__version__}")
         return 0
-    commands = {"demo": _demo, "tune": _tune}
+    commands = {"demo": _demo, "tune": _tune, "bench": _bench}
     if command in commands:
         return commands[command](rest)
-    known = " and ".join(map(repr, commands))
+    known = ", ".join(map(repr, commands))
     print(f"{USAGE}\ntpfuse: unknown command {command!r}; there are {known}", file=sys.stderr)
     return 2
 
@@ -46,7 +52,7 @@ def _demo(args: list[str]) -> int:
     )
     demo.parse(args, prog="tpfuse demo", parents=[parser])
     launch, rest = parser.parse_known_args(args)
-    return _start_ranks("tpfuse.demo", launch.nproc_per_node, rest)
+    return _start_ranks(["-m", "tpfuse.demo"], launch.nproc_per_node, rest)
 
 
 def _tune(args: list[str]) -> int:
@@ -68,10 +74,35 @@ def _tune(args: list[str]) -> int:
     if why:
         print(f"tpfuse tune: {why}", file=sys.stderr)
         return 2
-    return _start_ranks("tpfuse.tuner", ranks, rest)
+    return _start_ranks(["-m", "tpfuse.tuner"], ranks, rest)
 
 
-def _start_ranks(module: str, ranks: int, args: list[str]) -> int:
+def _bench(args: list[str]) -> int:
+    import torch
+
+    from tpfuse.tuner import arguments
+
+    name, rest = (args[0], args[1:]) if args else ("", [])
+    if name not in BENCHMARKS:
+        print(f"tpfuse bench: no benchmark {name!r}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    script = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
+    if not script.exists():
+        print(f"tpfuse bench: there is no {script}: benchmarks come with a checkout of tpfuse", file=sys.stderr)
+        return 2
+    if "--help" in rest or "-h" in rest:
+        return subprocess.run([sys.executable, str(script), "--help"], check=False).returncode
+    parser = argparse.ArgumentParser(prog=f"tpfuse bench {name}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", type=arguments.positive, metavar="N")
+    launch, rest = parser.parse_known_args(rest)
+    ranks, there = launch.nproc_per_node or torch.cuda.device_count(), torch.cuda.device_count()
+    if ranks < 2 or there < ranks:
+        print(f"tpfuse bench: two GPUs or more are needed, and one for each rank; there are {there}", file=sys.stderr)
+        return 2
+    return _start_ranks([str(script)], ranks, rest)
+
+
+def _start_ranks(program: list[str], ranks: int, args: list[str]) -> int:
     """torchrun on this machine; the exit status of a rank that failed, or 0."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -79,7 +110,7 @@ def _start_ranks(module: str, ranks: int, args: list[str]) -> int:
     # torchrun would set 1 as well, with a warning; more threads than cores make every rank slower.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     try:
-        run.main(["--standalone", "--nproc-per-node", str(ranks), "-m", module, *args])
+        run.main(["--standalone", "--nproc-per-node", str(ranks), *program, *args])
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)  # below zero: ended by a signal

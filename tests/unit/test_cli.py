@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 import torch
 from torch.distributed import run
@@ -33,7 +35,7 @@ def test_help_and_version(capsys):
 
 def test_unknown_command(capsys, started):
     assert cli.main(["train"]) == 2
-    assert "unknown command 'train'; there are 'demo' and 'tune'" in capsys.readouterr().err
+    assert "unknown command 'train'; there are 'demo', 'tune', 'bench'" in capsys.readouterr().err
     assert not started
 
 
@@ -100,6 +102,22 @@ def test_bad_arguments_start_nothing(monkeypatch, capsys, started):
         with pytest.raises(SystemExit) as caught:
             cli.main(given)
         assert caught.value.code == 2
+    assert not started
+
+
+def test_bench_runs_a_script_of_the_checkout(monkeypatch, capsys, started):
+    devices(monkeypatch, 2)
+    assert cli.main(["bench", "sweep_all_reduce", "--kilobytes", "1"]) == 0
+    ((*launch, script, option, value),) = started
+    assert launch == ["--standalone", "--nproc-per-node", "2"] and (option, value) == ("--kilobytes", "1")
+    assert script.endswith("benchmarks/sweep_all_reduce.py")
+    for name in cli.BENCHMARKS:
+        assert pathlib.Path(script).with_name(f"{name}.py").exists()
+    started.clear()
+    assert cli.main(["bench", "sweep_all_reduce", "--nproc-per-node", "4"]) == 2
+    assert cli.main(["bench"]) == cli.main(["bench", "families"]) == 2
+    told = capsys.readouterr().err
+    assert "there are 2" in told and "no benchmark 'families'; there are sweep_all_reduce_rms_norm, " in told
     assert not started
 
 
