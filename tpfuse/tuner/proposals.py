@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from tpfuse.comm.arena import VECTOR_BYTES
+from tpfuse.comm.arena import SPLIT, VECTOR_BYTES
 from tpfuse.kernels.candidates import ALL_REDUCE, CANDIDATES, Problem
+from tpfuse.kernels.layout import Layout, layout, pieces
 from tpfuse.tables import PLAIN_ROW_BYTES, Choice
 
-PLAIN_VECTORS, SPLIT_PARTS = 512, 4  # own.all_reduce cuts a message into pieces, split a row into parts
 #: The layouts that were ever the fastest on 2x H200. The rule of thumb's own comes first.
 SPLIT_VECTORS_PER_THREAD, RING_VECTORS_PER_THREAD = (1, 2), (2, 1)
 MOST_WARPS = 32
 #: Of a ring, per multiprocessor. The rule of thumb's own comes first: where a grid is smaller anyway, it stands for both.
 RING_BLOCKS = (2, 1)
 REGISTERS = (None, 64)
-_REGISTER_FILE, _WARP = 65536, 32
+_WARP = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,32 +81,30 @@ def choices(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
 
 
 def split_layouts(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
-    part = -(-_grid(problem)[1] // SPLIT_PARTS)
+    part = -(-_grid(problem)[1] // SPLIT)
     return [Choice("tpfuse_split", warps) for warps in _warps(part, SPLIT_VECTORS_PER_THREAD)]
 
 
 def ring_layouts(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
-    """Layouts that come to the same launch (see kernels/triton/launch.py) are one."""
+    """Choices that come to the same launch are one."""
     rows, vectors = _grid(problem)
-    effective: dict[tuple, Choice] = {}
-    for running in _warps(vectors, RING_VECTORS_PER_THREAD):
+    effective: dict[Layout, Choice] = {}
+    for warps in _warps(vectors, RING_VECTORS_PER_THREAD):
         for per_multiprocessor in RING_BLOCKS:
             # With a row for each block, more blocks at a time are no use.
             for registers in REGISTERS if rows > max(RING_BLOCKS) * multiprocessors else (None,):
-                blocks = per_multiprocessor * multiprocessors
-                # No thread can have more than its share of the registers: to ask for that is no limit.
-                bound = registers if registers and registers * running * _WARP < _REGISTER_FILE else None
-                launch = (running, min(rows, arena.ring.size, blocks), bound)
-                effective.setdefault(launch, Choice("tpfuse_ring", running, blocks, bound))
+                choice = Choice("tpfuse_ring", warps, per_multiprocessor * multiprocessors, registers)
+                laid = layout(rows, vectors, 1, arena.ring.size, multiprocessors, choice)
+                effective.setdefault(laid, dataclasses.replace(choice, registers=laid.registers))
     return list(effective.values())
 
 
 def _grid(problem: Problem) -> tuple[int, int]:
     """(rows, vectors of a row) as the kernels see a problem."""
+    vectors = -(-problem.row_bytes // VECTOR_BYTES)
     if problem.op != ALL_REDUCE:
-        return problem.rows, -(-problem.row_bytes // VECTOR_BYTES)
-    vectors = -(-problem.rows * problem.row_bytes // VECTOR_BYTES)
-    return -(-vectors // PLAIN_VECTORS), min(PLAIN_VECTORS, vectors)
+        return problem.rows, vectors
+    return pieces(-(-problem.rows * problem.row_bytes // VECTOR_BYTES))
 
 
 def _warps(vectors: int, per_thread: Sequence[int]) -> list[int]:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from triton.runtime.jit import JITFunction
 
 from tpfuse.comm.arena import SLOT_BYTES, SPLIT, STATE_BYTES, VECTOR_BYTES, Alone, Arena
+from tpfuse.kernels.layout import layout
 from tpfuse.kernels.triton.lamport import BF16, FP16, FP32
 from tpfuse.kernels.triton.ring import ring
 from tpfuse.kernels.triton.split import split
@@ -85,21 +85,17 @@ def plan(
 ) -> Plan:
     """The launch of the kernel ``name`` ("split" or "ring") for ``rows`` rows of ``vectors`` vectors.
 
-    choice  warps per block, most blocks of a ring and most registers per thread; None, or None in it: a rule of thumb
+    choice  how it is laid out; None: by rule of thumb
     wait    False: do not wait for peers' data (only for a test that has to see that go wrong)
     """
-    kernel = _KERNELS[name]
-    # Never more threads than vectors in a block: Triton would let two threads take, and clear, the same slot.
+    kernel, region = _KERNELS[name], getattr(arena, name)
     parts = SPLIT if name == "split" else 1
-    block = max(32, triton.next_power_of_2(-(-vectors // parts)))
-    choice = choice or Choice(name)
-    # By rule: one vector per thread of each part of a split row, two of a ring's.
-    warps = min(choice.warps or (16 if parts > 1 else max(1, min(16, block // 64))), block // 32)
-    per_thread = block // (32 * warps)
+    laid = layout(rows, vectors, parts, region.size, arena.multiprocessors, choice or Choice(name))
+    assert parts == 1 or rows <= region.size
     constants = (
         ("WORLD", arena.world),
-        ("BLOCK", block),
-        ("PACK", min(4, per_thread) if wait else 0),
+        ("BLOCK", laid.block),
+        ("PACK", min(4, laid.vectors_per_thread) if wait else 0),
         ("SLOT_BYTES", SLOT_BYTES),
         ("KEEP", rows * vectors * VECTOR_BYTES <= _KEPT_BYTES),
         ("KIND", _KINDS[options.dtype]),
@@ -112,15 +108,9 @@ def plan(
         ("FACTOR", options.factor),
         ("RESIDUAL", options.residual),
     )
-    compiled = _compile(kernel, arena.device.index, warps, choice.registers, constants)
-    region = getattr(arena, name)
-    if name == "split":
-        assert rows <= region.size
-        blocks = rows * SPLIT
-    else:
-        blocks = min(rows, region.size, choice.blocks or 2 * arena.multiprocessors)
+    compiled = _compile(kernel, arena.device.index, laid.warps, laid.registers, constants)
     values = tuple(value for _, value in constants)
-    return Plan(compiled[(blocks, 1, 1)], values, region.offset, arena.base + region.state, rows, vectors)
+    return Plan(compiled[(laid.blocks, 1, 1)], values, region.offset, arena.base + region.state, rows, vectors)
 
 
 assert STATE_BYTES == 8 and SPLIT == 4  # as the kernels have them

@@ -6,18 +6,17 @@ T  rows (tokens)     D  hidden size
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from tpfuse.comm.arena import VECTOR_BYTES, Alone, Arena
+from tpfuse.kernels.layout import pieces
 from tpfuse.kernels.triton.launch import Options, Plan, plan
 from tpfuse.tables import Choice
 
 _TAGS = {"split": 1, "ring": 2, "plain": 3}  # comm/arena.py TAGS says what they stand for
-_PLAIN_VECTORS = 512  # a plain message has no rows: it is cut into pieces of so many vectors
 _MOST_PLANS = 4096  # per arena; then they are forgotten: a plan costs little to make again
 
 
@@ -81,8 +80,7 @@ def all_reduce(arena: Arena, input: torch.Tensor, *, choice: Choice | None = Non
     x = _fit(pad(input.reshape(-1), (0, odd)) if odd else input)
     total = torch.empty(x.shape, dtype=dtype, device=x.device)
     vectors = _vectors(x.numel(), dtype)
-    per_row = min(_PLAIN_VECTORS, vectors)
-    rows = math.ceil(vectors / per_row)
+    rows, per_row = pieces(vectors)
     key = ("plain", vectors, dtype, choice)
     found = arena.plans.get(key)
     if found is None:
