@@ -130,6 +130,34 @@ def device_us(decoder: Decoder, token: torch.Tensor) -> float:
     return 1000 * begin.elapsed_time(end) / STEPS
 
 
+def profile(ranks: Ranks, decoder: Decoder, path: pathlib.Path) -> None:
+    """Append which kernels one run of this rank is made of: what differs between models, and where they wait."""
+    from torch.profiler import ProfilerActivity
+
+    token = torch.zeros(1, device=ranks.device)
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        device_us(decoder, token)
+    kernels: dict[str, list[tuple[float, float]]] = {}
+    for event in profiler.events():
+        if event.device_type is torch.autograd.DeviceType.CUDA:
+            kernels.setdefault(event.name, []).append((event.time_range.start, event.time_range.end))
+    spans = sorted(span for each in kernels.values() for span in each)
+    busy, until = 0.0, 0.0
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    lines = [f"{decoder.name}: {(until - spans[0][0]) / STEPS:.1f} us a step, {busy / STEPS:.1f} of it in kernels"]
+    for name, each in sorted(kernels.items(), key=lambda item: -sum(end - start for start, end in item[1])):
+        times = [end - start for start, end in each]
+        parts = statistics.quantiles(times, n=10) if len(times) > 1 else times * 9
+        lines.append(
+            f"  {sum(times) / STEPS:9.1f} us in {len(times) / STEPS:6.1f} calls, "
+            f"{parts[0]:.2f}/{parts[4]:.2f}/{parts[8]:.2f} at 10/50/90 %: {name[:100]}"
+        )
+    with open(path.with_name(f"{path.stem}_profile_{ranks.rank}.txt"), "a", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+
+
 def wall_us(decoder: Decoder, token: torch.Tensor) -> float:
     """us per step of one run, by the host's clock to the end of the last one."""
     decoder.rewind()
@@ -201,6 +229,9 @@ def one_batch(
     fused = sum(site.outcome == "fused" for site in sites)
     ranks.say(f"  {fused} of {len(sites)} all-reduces fused, logits differ by {error:.2g} of the largest")
     times = take_turns(ranks, decoders, device_us if captured else wall_us, args.rounds)
+    if args.profile:
+        for decoder in decoders:
+            profile(ranks, decoder, pathlib.Path(args.out))
     if captured:
         if not dropped.messages:
             raise RuntimeError("no_comm: its pass found no all-reduce to take out")
@@ -226,6 +257,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=LLAMA_8B["vocab_size"])
     parser.add_argument("--context", type=int, default=256, help="tokens that the cache holds (default: 256)")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--profile", action="store_true", help="which kernels a step is made of, in files beside --out")
     parser.add_argument("--uncaptured", action="store_true", help="also without CUDA graphs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop before a batch once so many are spent")
     parser.add_argument("--out", default=RESULTS / "decode.csv")

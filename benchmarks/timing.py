@@ -1,9 +1,8 @@
 """What benchmarks of kernels share: ranks, timing behind a GEMM with candidates taking turns, the limit, the results file.
 
 A candidate's time is what it adds to the GEMM whose output it takes: CUDA graphs of [GEMM, candidate] x n and of [GEMM] x n
-are replayed in turn, in a new order each round. The ranks together take as long as the slowest of them: the largest time of
-all ranks for each replay, then the median over the rounds of (difference / n). GEMMs go through enough weights that none is
-in the cache when its turn comes. The residual of each call is the total of the one before, as in a model.
+take turns (see tpfuse/tuner/timing.py). GEMMs go through enough weights that none is in the cache when its turn comes. The
+residual of each call is the total of the one before, as in a model.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import gc
 import math
 import os
 import pathlib
-import random
 import statistics
 import subprocess
 import sys
@@ -27,6 +25,8 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.distributed as dist
+
+from tpfuse.tuner.timing import added_us, replayed_us, slowest_us, turns
 
 LATENCY_US, WIRE_BYTES_PER_US, MEMORY_BYTES_PER_US = 2.5, 380e3, 4.3e6
 GEMM_FLOP_PER_US = 6e8
@@ -225,12 +225,8 @@ def measure(
     for name, run in candidates.items():
         bodies[name] = (lambda turn, run=run: run(gemm(turn))) if residual is None else _chain(gemm, run, residual)
     times, outputs = (_replayed if captured else _eager)(ranks, bodies, rounds, inner)
-    slowest = ranks.maximum([us for each in times.values() for us in each])
-    taken = [len(times[name]) for name in bodies]
-    by_name = {name: [slowest[sum(taken[:i]) + n] / inner for n in range(taken[i])] for i, name in enumerate(bodies)}
-    alone = by_name[GEMM_ALONE]
-    medians = {name: statistics.median(a - b for a, b in zip(by_name[name], alone, strict=True)) for name in candidates}
-    return {GEMM_ALONE: statistics.median(alone), **medians}, outputs
+    alone = times.pop(GEMM_ALONE)
+    return {GEMM_ALONE: statistics.median(alone) / inner, **added_us(times, alone, inner)}, outputs
 
 
 def _chain(gemm: Callable[[int], torch.Tensor], run: Callable, residual: torch.Tensor) -> Callable[[int], Any]:
@@ -248,22 +244,9 @@ def _chain(gemm: Callable[[int], torch.Tensor], run: Callable, residual: torch.T
 def _replayed(
     ranks: Ranks, bodies: Mapping[str, Callable], rounds: int, inner: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    outputs: dict[str, Any] = {}
-    for name, body in bodies.items():
-        graphs[name], outputs[name] = _capture(body, inner)
-    token = torch.zeros(1, device=ranks.device)
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in bodies}
-    for name in _turns(bodies, rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        dist.all_reduce(token)  # lets the ranks start together
-        begin.record()
-        graphs[name].replay()
-        end.record()
-        events[name].append((begin, end))
-    torch.cuda.synchronize()
-    times = {name: [1000 * begin.elapsed_time(end) for begin, end in pairs] for name, pairs in events.items()}
-    return times, outputs
+    captured = {name: _capture(body, inner) for name, body in bodies.items()}
+    times = replayed_us({name: graph for name, (graph, _) in captured.items()}, rounds, ranks.device)
+    return times, {name: last for name, (_, last) in captured.items()}
 
 
 def _capture(body: Callable[[int], Any], inner: int) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -288,7 +271,7 @@ def _eager(
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     times: dict[str, list[float]] = {name: [] for name in bodies}
     outputs: dict[str, Any] = {}
-    for name in (*bodies, *_turns(bodies, rounds)):
+    for name in (*bodies, *turns(list(bodies), rounds)):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
@@ -297,13 +280,7 @@ def _eager(
             outputs[name] = bodies[name](turn)
         torch.cuda.synchronize()
         times[name].append(1e6 * (time.perf_counter() - start))
-    return {name: each[1:] for name, each in times.items()}, outputs  # the first warms up
-
-
-def _turns(bodies: Mapping[str, Callable], rounds: int) -> list[str]:
-    """Everybody once per round, in another order each time: the same on every rank."""
-    shuffled, names = random.Random(rounds), list(bodies)
-    return [name for _ in range(rounds) for name in shuffled.sample(names, len(names))]
+    return slowest_us({name: each[1:] for name, each in times.items()}, ranks.device), outputs  # the first warms up
 
 
 # -- results ---------------------------------------------------------------------------------------------------------

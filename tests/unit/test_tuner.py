@@ -16,7 +16,7 @@ from tpfuse.errors import AgreementError, PeerTimeoutError
 from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, Candidate
 from tpfuse.tables import PLAIN_ROW_BYTES, Choice, Machine, Table
 from tpfuse.testing import fake_world
-from tpfuse.tuner import arguments, job, measure, proposals, selection
+from tpfuse.tuner import arguments, job, measure, proposals, selection, timing
 from tpfuse.tuner.proposals import Size
 
 BF16 = torch.bfloat16
@@ -341,7 +341,6 @@ def test_times_are_medians_of_turns_without_the_gemm(monkeypatch):
     for name, stand_in in {"CUDAGraph": Graph, "Event": Event, "graph": graph}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: None)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     cost_ms[None] = 0.0
 
@@ -363,9 +362,17 @@ def test_times_are_medians_of_turns_without_the_gemm(monkeypatch):
         first, second = measure.measure(bench, [RING, NCCL], narrow, lambda text: None)
     assert first == pytest.approx({RING: 2000.0, NCCL: 5000.0}) and narrowed == [first]
     assert second == pytest.approx({RING: 2000.0})
-    turns = [replayed[4 * n : 4 * n + 4] for n in range(measure.FIRST_ROUNDS)]
-    assert turns[:2] == [[RING, RING, NCCL, None], [NCCL, NCCL, RING, None]]
-    assert len(replayed) == 4 * measure.FIRST_ROUNDS + 3 * measure.SECOND_ROUNDS
+    rounds = [replayed[3 * n : 3 * n + 3] for n in range(measure.FIRST_ROUNDS)]
+    assert all(set(each) == {RING, NCCL, None} for each in rounds) and len(set(map(tuple, rounds))) > 1
+    assert len(replayed) == 3 * measure.FIRST_ROUNDS + 2 * measure.SECOND_ROUNDS
+
+
+def test_what_a_call_adds():
+    """To the same GEMMs in the same round: a slow round is slow for all."""
+    times = {RING: [120.0, 220.0, 121.0], NCCL: [200.0, 300.0, 200.0]}
+    assert timing.added_us(times, [100.0, 200.0, 100.0], 10) == {RING: 2.0, NCCL: 10.0}
+    order = timing.turns("abc", 20)
+    assert order == timing.turns("abc", 20) and len({tuple(order[3 * n : 3 * n + 3]) for n in range(20)}) > 3
 
 
 def test_nothing_right_is_nothing_measured(monkeypatch):

@@ -1,8 +1,7 @@
 """One size on the GPUs: which candidates compute it rightly, and how long each takes where a model's calls run.
 
-A timed CUDA graph is a few pairs of a GEMM and the operation on its result, each pair fed by the one before; the time of
-the same GEMMs alone is taken off. Graphs of all candidates take turns, so that a change of clocks meets all of them.
-Median per rank, then the maximum over ranks: all ranks have the same figures.
+A timed CUDA graph is a few pairs of a GEMM and the operation on its result, each pair fed by the one before; what it adds
+to the same GEMMs alone is counted (see timing.py).
 
 T  rows (tokens)     D  hidden size     K  columns of the GEMM's left side, D / world
 """
@@ -10,7 +9,6 @@ T  rows (tokens)     D  hidden size     K  columns of the GEMM's left side, D / 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +20,7 @@ from tpfuse.comm.arena import Arena
 from tpfuse.errors import AgreementError, TpfuseError
 from tpfuse.kernels.candidates import ALL_REDUCE, CANDIDATES
 from tpfuse.tables import Choice
+from tpfuse.tuner import timing
 from tpfuse.tuner.proposals import Size
 
 EPS = 1e-5
@@ -30,7 +29,6 @@ FIRST_ROUNDS, SECOND_ROUNDS = 9, 51
 LONG_MESSAGE_BYTES, SHORT_PAIRS, LONG_PAIRS = 8 << 20, 16, 4
 COLD_BYTES = 160 << 20  # matrices of the GEMMs together: more than an L2 cache holds, as in a model
 LEAST_US = 0.01  # of a net time: noise must not make it zero
-_LEAD_CYCLES = 1_000_000  # the GPU waits so long while the host fills the queue
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -144,26 +142,13 @@ class Bench:
 
     def time_us(self, choices: Sequence[Choice], rounds: int) -> dict[Choice, float]:
         """Microseconds of one call of each, without the GEMM before it; the same on all ranks."""
-        listed = list(choices)
-        events: dict[Choice | None, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {c: [] for c in (*listed, None)}
-        for number in range(rounds):
-            turn = number % len(listed)
-            order = [*listed[turn:], *listed[:turn], None]  # the GEMMs alone keep no ranks together: last
-            torch.cuda._sleep(_LEAD_CYCLES)
-            self.graphs[order[0]].replay()  # untimed: brings the ranks together
-            for each in order:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                self.graphs[each].replay()
-                end.record()
-                events[each].append((begin, end))
-            torch.cuda.synchronize(self.device)
+        times = timing.replayed_us(
+            {choice: self.graphs[choice] for choice in (*choices, None)}, rounds, self.device, self.group
+        )
         self.arena.check()
-        medians = [statistics.median(a.elapsed_time(b) for a, b in pairs) * 1e3 / self.pairs for pairs in events.values()]
-        slowest = torch.tensor(medians, dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, self.group)
-        *with_call, alone = slowest.tolist()
-        return {choice: max(LEAST_US, us - alone) for choice, us in zip(listed, with_call, strict=True)}
+        alone = times.pop(None)
+        added = timing.added_us(times, alone, self.pairs)
+        return {choice: max(LEAST_US, added[choice]) for choice in choices}
 
 
 def measure(

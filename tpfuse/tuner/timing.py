@@ -1,0 +1,60 @@
+"""How long captured calls take where a model makes them: CUDA graphs that take turns, on all ranks together.
+
+What is timed is what a call adds to the GEMM before it: graphs of [GEMM, call] x n beside one of [GEMM] x n. All take turns
+in a new order each round, so that a change of clocks meets all of them. The ranks together take as long as the slowest of
+them: the largest time of all ranks for each replay, then the median over the rounds of the difference.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+Key = TypeVar("Key")
+
+
+def replayed_us(
+    graphs: Mapping[Key, torch.cuda.CUDAGraph], rounds: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> dict[Key, list[float]]:
+    """us of each replay of each graph, round by round, of the slowest rank: the same figures on all. Collective."""
+    token = torch.zeros(1, device=device)
+    events: dict[Key, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {key: [] for key in graphs}
+    for key in turns(list(graphs), rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        dist.all_reduce(token, group=group)  # lets the ranks start together
+        begin.record()
+        graphs[key].replay()
+        end.record()
+        events[key].append((begin, end))
+    torch.cuda.synchronize()
+    times = {key: [1000 * a.elapsed_time(b) for a, b in pairs] for key, pairs in events.items()}
+    return slowest_us(times, device, group)
+
+
+def turns(keys: Sequence[Key], rounds: int) -> list[Key]:
+    """Everybody once per round, in another order each time: the same on every rank."""
+    shuffled = random.Random(rounds)
+    return [key for _ in range(rounds) for key in shuffled.sample(keys, len(keys))]
+
+
+def slowest_us(
+    times: Mapping[Key, Sequence[float]], device: torch.device, group: dist.ProcessGroup | None = None
+) -> dict[Key, list[float]]:
+    """Of each figure the largest of all ranks'. Collective; every rank has as many of each."""
+    flat = torch.tensor([us for each in times.values() for us in each], dtype=torch.float64, device=device)
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+    listed = iter(flat.tolist())
+    return {key: [next(listed) for _ in each] for key, each in times.items()}
+
+
+def added_us(times: Mapping[Key, Sequence[float]], alone: Sequence[float], calls: int) -> dict[Key, float]:
+    """What one of the ``calls`` calls of a graph adds to what was timed ``alone`` in the same rounds: the median."""
+    return {
+        key: statistics.median(us - without for us, without in zip(each, alone, strict=True)) / calls
+        for key, each in times.items()
+    }
