@@ -26,9 +26,9 @@ def group_name(group: dist.ProcessGroup | str) -> str:
     return group.group_name
 
 
-def size(name: str) -> int:
-    """Ranks in the group of that name."""
-    return resolve(name).size()
+def size(group: dist.ProcessGroup | str) -> int:
+    """Ranks in a group, or in the group of that name (which a compiler cannot trace)."""
+    return resolve(group).size() if isinstance(group, str) else group.size()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

@@ -1,6 +1,9 @@
 """Fused operations, callable eagerly. Each file holds one: its meaning, schema, fake form and dispatch."""
 
+from tpfuse.ops.all_gather_matmul import all_gather_matmul
 from tpfuse.ops.all_reduce import all_reduce
 from tpfuse.ops.all_reduce_rms_norm import all_reduce_rms_norm
+from tpfuse.ops.matmul_all_reduce import matmul_all_reduce
+from tpfuse.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
-__all__ = ["all_reduce", "all_reduce_rms_norm"]
+__all__ = ["all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_reduce_scatter"]

@@ -1,0 +1,155 @@
+"""``tpfuse::all_gather_matmul``: GEMMs over rows that are sharded over ranks, each rank computing its columns for all rows.
+
+M  rows     K  inner dimension     N  columns, sharded over ranks     S  rows of one rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import groups
+from tpfuse.ops import library
+from tpfuse.ops.matmul import check_product, gather_rows, product
+
+NAME = "all_gather_matmul"
+
+
+def reference(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    group: str,
+    rows: int,
+    biases: Sequence[torch.Tensor | None],
+    input_scale: torch.Tensor | None,
+    weight_scales: Sequence[torch.Tensor],
+    out_dtype: torch.dtype | None = None,
+    gathered: bool = False,
+) -> list[torch.Tensor]:
+    """What the operation means, as a functional collective and products; the gathered input comes last, if wanted."""
+    whole = gather_rows(input, rows, group)
+    if input_scale is not None and input_scale.numel() > 1:
+        input_scale = gather_rows(input_scale, rows, group)
+    results = []
+    for number, weight in enumerate(weights):
+        scale = weight_scales[number] if weight_scales else None
+        result = product(whole, weight, input_scale, scale, out_dtype)
+        bias = biases[number] if biases else None
+        results.append(result if bias is None else result + bias)
+    return [*results, whole] if gathered else results
+
+
+def _run(
+    input,
+    weights,
+    group,
+    rows,
+    biases,
+    input_scale,
+    weight_scales,
+    out_dtype=None,
+    gathered=False,
+    kernel_name=None,
+    after=None,
+):
+    return reference(input, weights, group, rows, biases, input_scale, weight_scales, out_dtype, gathered)
+
+
+def _fake(
+    input,
+    weights,
+    group,
+    rows,
+    biases,
+    input_scale,
+    weight_scales,
+    out_dtype=None,
+    gathered=False,
+    kernel_name=None,
+    after=None,
+):
+    dtype = out_dtype or input.dtype
+    results = [torch.empty((rows, w.shape[1]), dtype=dtype, device=input.device) for w in weights]
+    return [*results, input.new_empty((rows, input.shape[1]))] if gathered else results
+
+
+OP = library.define(
+    f"{NAME}(Tensor input, Tensor[] weights, str group, SymInt rows, Tensor?[] biases, Tensor? input_scale, "
+    "Tensor[] weight_scales, ScalarType? out_dtype=None, bool gathered=False, str? kernel_name=None, "
+    "Tensor? after=None) -> Tensor[]",
+    _run,
+    _fake,
+)
+
+
+def all_gather_matmul(
+    input: torch.Tensor,
+    weights: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    group: dist.ProcessGroup | str,
+    dim: int = 0,
+    size: int | None = None,
+    biases: Sequence[torch.Tensor | None] | None = None,
+    input_scale: torch.Tensor | None = None,
+    weight_scales: Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+    gathered: bool = False,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Column-parallel linear layers over rows that are sharded: one gather for all of them.
+
+        x = all_gather(input)[:size]
+        return *(x @ weight + bias for weight, bias in zip(weights, biases)), x
+
+    input         [S, K]  or [..., K]: bf16, fp16, fp32 or FP8, this rank's rows; as many on every rank
+    weights       [K, N]  each, same dtype (FP8: either kind), rows or columns contiguous, another part on each rank
+    group         process group, or its name
+    dim           dimension of the input that is gathered, any but the last
+    size          of that dimension when gathered, None: world * S; what is beyond it (padding of the last ranks) is dropped
+    biases        [N] or None for each weight, of the result's dtype, this rank's part
+    input_scale, weight_scales
+                  FP8: fp32, one number each (the same for all ranks' rows), or [..., 1] for this rank's rows and [1, N];
+                  products are multiplied by both
+    out_dtype     dtype of the results: with FP8 needed, else the input's
+    gathered      also return the gathered input, last
+    kernel        name of the kernel to use on CUDA, None: the one that is measured fastest for this size
+    returns       for each weight the gathered shape with N in place of K, then the gathered input if it is wanted
+
+    Accumulates in fp32. Collective: every rank of the group calls it with the same shapes. Has no backward.
+    Raises ValueError: arguments other than the above, or one that requires gradients.
+    Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.
+    """
+    listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)
+    added = [None] * len(listed) if biases is None else list(biases)
+    scales = [None] * len(listed) if weight_scales is None else list(weight_scales)
+    if not listed or not len(listed) == len(added) == len(scales):
+        raise ValueError(f"{NAME}: {len(listed)} weights with {len(added)} biases and {len(scales)} scales")
+    per_row = input_scale is not None and input_scale.numel() > 1
+    flat_scale = input_scale.reshape(-1, 1) if per_row and input_scale is not None else input_scale
+    for weight, bias, scale in zip(listed, added, scales, strict=True):
+        check_product(NAME, input, weight, bias, flat_scale, scale, out_dtype)
+    if not 0 <= dim < input.dim() - 1:
+        raise ValueError(f"{NAME}: dim must be 0 to {input.dim() - 2}, got {dim}")
+    moved = input.movedim(dim, 0)
+    world = groups.size(group)
+    most, least = moved.shape[0] * world, max(0, moved.shape[0] - 1) * world + min(1, moved.shape[0])
+    size = most if size is None else size
+    if not least <= size <= most:
+        raise ValueError(f"{NAME}: size must be {least} to {most}, got {size}")
+    if per_row and input_scale is not None:
+        flat_scale = input_scale.view(*input.shape[:-1], 1).movedim(dim, 0).reshape(-1, 1)
+    results = OP(
+        moved.reshape(-1, input.shape[-1]),
+        listed,
+        groups.group_name(group),
+        size * moved.shape[1:-1].numel(),
+        [] if biases is None else added,
+        flat_scale,
+        [] if weight_scales is None else scales,
+        out_dtype,
+        gathered,
+        kernel,
+    )
+    return tuple(each.view(size, *moved.shape[1:-1], each.shape[1]).movedim(0, dim) for each in results)

@@ -1,0 +1,114 @@
+"""What the GEMM operations share: the product, its arguments, and rows sharded over ranks.
+
+M  rows     K  inner dimension     N  columns     S  rows of one rank: the last ranks' may be padding, which is zero
+
+FP8: ``product`` multiplies by both scales, one number each (per tensor) or [M, 1] and [1, N] (per row and column).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tpfuse.comm import groups
+from tpfuse.kernels.candidates import DTYPES
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def product(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """input [M, K] @ weight [K, N], times the scales, in out_dtype (None: input's). Accumulates in fp32."""
+    dtype = out_dtype or input.dtype
+    if input_scale is None or weight_scale is None:
+        if dtype == input.dtype:
+            return input @ weight
+        return (input.float() @ weight.float()).to(dtype)
+    if input.is_cuda and input.numel():
+        column_major = weight if weight.stride(0) == 1 else weight.t().contiguous().t()
+        return torch._scaled_mm(input.contiguous(), column_major, input_scale, weight_scale, out_dtype=dtype)
+    return ((input.float() @ weight.float()) * (input_scale * weight_scale)).to(dtype)
+
+
+def shard_rows(rows: int, world: int, unit: int = 1) -> int:
+    """S: the rows of each rank, a whole number of units of ``unit`` rows."""
+    return -(-rows // (unit * world)) * unit
+
+
+def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Zero rows at the end, up to ``rows``; the tensor itself where there are so many."""
+    missing = rows - tensor.shape[0]
+    return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else tensor
+
+
+def gather_rows(shard: torch.Tensor, rows: int, group: str) -> torch.Tensor:
+    """[S, ...] of each rank -> [rows, ...] on all, by a functional collective. The padding is dropped."""
+    world = groups.size(group)
+    if not shard.numel():
+        return shard.new_zeros(rows, *shard.shape[1:])
+    sent = shard.contiguous()
+    sent = sent.view(torch.uint8) if shard.dtype in FP8 else sent  # which not every backend knows
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(sent, world, group)
+    return torch.ops._c10d_functional.wait_tensor(gathered)[:rows].view(shard.dtype)
+
+
+def scatter_sum(partial: torch.Tensor, group: str, unit: int = 1) -> torch.Tensor:
+    """[M, ...], partial sums -> [S, ...], this rank's rows of the sum, by a functional collective."""
+    world = groups.size(group)
+    size = shard_rows(partial.shape[0], world, unit)
+    if not partial.numel():
+        return partial.new_zeros(size, *partial.shape[1:])
+    padded = pad_rows(partial, size * world).contiguous()
+    reduced = torch.ops._c10d_functional.reduce_scatter_tensor(padded, "sum", world, group)
+    return torch.ops._c10d_functional.wait_tensor(reduced)
+
+
+def check_product(
+    op: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """Raises ValueError: these are not the arguments of one product."""
+
+    def require(ok: bool, what: str, given: object) -> None:
+        if not ok:
+            raise ValueError(f"{op}: {what}, got {_told(given)}")
+
+    require(input.dim() >= 2, "input must be [..., K] with rows", input)
+    require(weight.dim() == 2, "weight must be [K, N]", weight)
+    rows, inner, columns = input.shape[:-1].numel(), input.shape[-1], weight.shape[1]
+    require(weight.shape[0] == inner, f"weight must be [{inner}, N]", weight)
+    scaled = input.dtype in FP8
+    require(scaled or input.dtype in DTYPES, "input must be bf16, fp16, fp32 or FP8", input)
+    require(weight.dtype in FP8 if scaled else weight.dtype == input.dtype, f"weight must go with {input.dtype}", weight)
+    given = (input_scale, weight_scale)
+    if scaled:
+        require(all(scale is not None and scale.dtype == torch.float32 for scale in given), "FP8 needs fp32 scales", given)
+        shapes = ((rows, 1), (*input.shape[:-1], 1))
+        per_row = input_scale.shape in shapes and weight_scale.shape == (1, columns)  # type: ignore[union-attr]
+        one = all(scale.numel() == 1 for scale in given)  # type: ignore[union-attr]
+        require(one or per_row, f"scales must be one number each, or {list(shapes[1])} and [1, {columns}]", given)
+        require(out_dtype in DTYPES, "FP8 needs an out_dtype of bf16, fp16 or fp32", out_dtype)
+    else:
+        require(given == (None, None), "scales are for FP8", given)
+        require(out_dtype in (None, input.dtype), f"out_dtype must be {input.dtype} or None", out_dtype)
+    wide = out_dtype or input.dtype
+    require(bias is None or (bias.shape == (columns,) and bias.dtype == wide), f"bias must be {wide} [{columns}]", bias)
+    tensors = [t for t in (input, weight, bias, input_scale, weight_scale) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise ValueError(f"{op} has no backward yet: call it under torch.no_grad()")
+    require(len({t.device for t in tensors}) == 1, "all tensors must be on one device", [str(t.device) for t in tensors])
+
+
+def _told(given: object) -> str:
+    if isinstance(given, torch.Tensor):
+        return f"{given.dtype} {list(given.shape)}"
+    return ", ".join(map(_told, given)) if isinstance(given, tuple) else str(given)

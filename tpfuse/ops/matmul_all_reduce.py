@@ -1,0 +1,113 @@
+"""``tpfuse::matmul_all_reduce``: a GEMM whose partial sums are added over ranks, every rank getting all rows.
+
+M  rows     K  inner dimension, sharded over ranks     N  columns
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import groups
+from tpfuse.ops import library
+from tpfuse.ops.all_reduce import reference as all_reduce_reference
+from tpfuse.ops.matmul import check_product, product
+
+NAME = "matmul_all_reduce"
+
+
+def reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    group: str,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What the operation means, as a product and a functional collective."""
+    dtype = out_dtype or input.dtype
+    partial = product(input, weight, input_scale, weight_scale, wire_dtype or dtype)
+    total = all_reduce_reference(partial, group).to(dtype)
+    return total if bias is None else total + bias
+
+
+def _run(
+    input,
+    weight,
+    group,
+    bias=None,
+    input_scale=None,
+    weight_scale=None,
+    out_dtype=None,
+    wire_dtype=None,
+    kernel_name=None,
+    after=None,
+):
+    return reference(input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype)
+
+
+def _fake(
+    input,
+    weight,
+    group,
+    bias=None,
+    input_scale=None,
+    weight_scale=None,
+    out_dtype=None,
+    wire_dtype=None,
+    kernel_name=None,
+    after=None,
+):
+    return torch.empty((input.shape[0], weight.shape[1]), dtype=out_dtype or input.dtype, device=input.device)
+
+
+OP = library.define(
+    f"{NAME}(Tensor input, Tensor weight, str group, Tensor? bias=None, Tensor? input_scale=None, "
+    "Tensor? weight_scale=None, ScalarType? out_dtype=None, ScalarType? wire_dtype=None, str? kernel_name=None, "
+    "Tensor? after=None) -> Tensor",
+    _run,
+    _fake,
+)
+
+
+def matmul_all_reduce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | str,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """A row-parallel linear layer.
+
+        return all_reduce(input @ weight) + bias
+
+    input         [..., K]  bf16, fp16, fp32 or FP8; K sharded over ranks, as the weight's
+    weight        [K, N]  same dtype (FP8: either kind), rows or columns contiguous, another part on each rank
+    group         process group, or its name
+    bias          [N], of the result's dtype, replicated: added once, after the sum
+    input_scale, weight_scale
+                  FP8: fp32, one number each, or [..., 1] and [1, N]; the product is multiplied by both
+    out_dtype     dtype of the result: with FP8 needed, else the input's
+    wire_dtype    dtype in which partial sums travel, None: the result's; torch.float32 for less rounding
+    kernel        name of the kernel to use on CUDA, None: the one that is measured fastest for this size
+    returns       [..., N], replicated
+
+    Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
+    Raises ValueError: arguments other than the above, or one that requires gradients.
+    """
+    check_product(NAME, input, weight, bias, input_scale, weight_scale, out_dtype)
+    if wire_dtype not in (None, torch.float32, out_dtype or input.dtype):
+        raise ValueError(f"{NAME}: wire_dtype must be torch.float32 or the result's, got {wire_dtype}")
+    flat = input.reshape(-1, input.shape[-1])
+    if input_scale is not None and input_scale.numel() > 1:
+        input_scale = input_scale.reshape(-1, 1)
+    arguments = (bias, input_scale, weight_scale, out_dtype, wire_dtype, kernel)
+    result = OP(flat, weight, groups.group_name(group), *arguments)
+    return result.view(*input.shape[:-1], weight.shape[1])

@@ -1,0 +1,134 @@
+"""``tpfuse::matmul_reduce_scatter``: a GEMM whose partial sums are added over ranks, each rank keeping its share of rows.
+
+M  rows     K  inner dimension, sharded over ranks     N  columns     S  rows of one rank
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import groups
+from tpfuse.ops import library
+from tpfuse.ops.matmul import check_product, product, scatter_sum, shard_rows
+
+NAME = "matmul_reduce_scatter"
+
+
+def reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    group: str,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    unit: int = 1,
+) -> torch.Tensor:
+    """What the operation means, as a product and a functional collective."""
+    dtype = out_dtype or input.dtype
+    partial = product(input, weight, input_scale, weight_scale, wire_dtype or dtype)
+    total = scatter_sum(partial, group, unit).to(dtype)
+    return total if bias is None else _mask_padding(total + bias, input.shape[0], group)
+
+
+def _mask_padding(total: torch.Tensor, rows: int, group: str) -> torch.Tensor:
+    """The bias is for rows that there are."""
+    size = total.shape[0]
+    if size * groups.size(group) == rows:
+        return total
+    first = groups.resolve(group).rank() * size
+    there = torch.arange(first, first + size, device=total.device) < rows
+    return total * there[:, None]
+
+
+def _run(
+    input,
+    weight,
+    group,
+    bias=None,
+    input_scale=None,
+    weight_scale=None,
+    out_dtype=None,
+    wire_dtype=None,
+    unit=1,
+    kernel_name=None,
+    after=None,
+):
+    return reference(input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype, unit)
+
+
+def _fake(
+    input,
+    weight,
+    group,
+    bias=None,
+    input_scale=None,
+    weight_scale=None,
+    out_dtype=None,
+    wire_dtype=None,
+    unit=1,
+    kernel_name=None,
+    after=None,
+):
+    rows = shard_rows(input.shape[0], groups.size(group), unit)
+    return torch.empty((rows, weight.shape[1]), dtype=out_dtype or input.dtype, device=input.device)
+
+
+OP = library.define(
+    f"{NAME}(Tensor input, Tensor weight, str group, Tensor? bias=None, Tensor? input_scale=None, "
+    "Tensor? weight_scale=None, ScalarType? out_dtype=None, ScalarType? wire_dtype=None, SymInt unit=1, "
+    "str? kernel_name=None, Tensor? after=None) -> Tensor",
+    _run,
+    _fake,
+)
+
+
+def matmul_reduce_scatter(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | str,
+    dim: int = 0,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """This rank's rows of a row-parallel linear layer.
+
+        y = all_reduce(input @ weight) + bias
+        return y.split(ceil(M / world))[rank]             # of as many rows on every rank: zero where there is none
+
+    input         [M, K]  or [..., K]: bf16, fp16, fp32 or FP8; K sharded over ranks, as the weight's
+    weight        [K, N]  same dtype (FP8: either kind), rows or columns contiguous, another part on each rank
+    group         process group, or its name
+    dim           dimension of the input that is scattered: 0, or another but the last, whose rows then come first
+    bias          [N], of the result's dtype, replicated: added once, after the sum
+    input_scale, weight_scale
+                  FP8: fp32, one number each, or [..., 1] and [1, N]; the product is multiplied by both
+    out_dtype     dtype of the result: with FP8 needed, else the input's
+    wire_dtype    dtype in which partial sums travel, None: the result's; torch.float32 for less rounding
+    kernel        name of the kernel to use on CUDA, None: the one that is measured fastest for this size
+    returns       the input's shape with S = ceil(size of dim / world) in place of that and N in place of K; row i of rank r
+                  is row r * S + i of the whole, and zero where there is none
+
+    Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
+    Raises ValueError: arguments other than the above, or one that requires gradients.
+    Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.
+    """
+    check_product(NAME, input, weight, bias, input_scale, weight_scale, out_dtype)
+    if not 0 <= dim < input.dim() - 1:
+        raise ValueError(f"{NAME}: dim must be 0 to {input.dim() - 2}, got {dim}")
+    if wire_dtype not in (None, torch.float32, out_dtype or input.dtype):
+        raise ValueError(f"{NAME}: wire_dtype must be torch.float32 or the result's, got {wire_dtype}")
+    moved = input.movedim(dim, 0)
+    unit = moved.shape[1:-1].numel()
+    if input_scale is not None and input_scale.numel() > 1:
+        input_scale = input_scale.view(*input.shape[:-1], 1).movedim(dim, 0).reshape(-1, 1)
+    arguments = (bias, input_scale, weight_scale, out_dtype, wire_dtype, unit, kernel)
+    result = OP(moved.reshape(-1, input.shape[-1]), weight, groups.group_name(group), *arguments)
+    return result.view(-1, *moved.shape[1:-1], weight.shape[1]).movedim(0, dim)
