@@ -130,8 +130,8 @@ def device_us(decoder: Decoder, token: torch.Tensor) -> float:
     return 1000 * begin.elapsed_time(end) / STEPS
 
 
-def profile(ranks: Ranks, decoder: Decoder, path: pathlib.Path) -> None:
-    """Append which kernels one run of this rank is made of: what differs between models, and where they wait."""
+def profile(ranks: Ranks, decoder: Decoder, heading: str, path: pathlib.Path) -> None:
+    """Append to a file which kernels one run of this rank is made of: what differs between models, and where they wait."""
     from torch.profiler import ProfilerActivity
 
     token = torch.zeros(1, device=ranks.device)
@@ -146,7 +146,9 @@ def profile(ranks: Ranks, decoder: Decoder, path: pathlib.Path) -> None:
     for start, end in spans:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    lines = [f"{decoder.name}: {(until - spans[0][0]) / STEPS:.1f} us a step, {busy / STEPS:.1f} of it in kernels"]
+    lines = [
+        f"{heading}, {decoder.name}: {(until - spans[0][0]) / STEPS:.1f} us a step, {busy / STEPS:.1f} of it in kernels"
+    ]
     for name, each in sorted(kernels.items(), key=lambda item: -sum(end - start for start, end in item[1])):
         times = [end - start for start, end in each]
         parts = statistics.quantiles(times, n=10) if len(times) > 1 else times * 9
@@ -154,6 +156,7 @@ def profile(ranks: Ranks, decoder: Decoder, path: pathlib.Path) -> None:
             f"  {sum(times) / STEPS:9.1f} us in {len(times) / STEPS:6.1f} calls, "
             f"{parts[0]:.2f}/{parts[4]:.2f}/{parts[8]:.2f} at 10/50/90 %: {name[:100]}"
         )
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f"{path.stem}_profile_{ranks.rank}.txt"), "a", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")
 
@@ -231,7 +234,7 @@ def one_batch(
     times = take_turns(ranks, decoders, device_us if captured else wall_us, args.rounds)
     if args.profile:
         for decoder in decoders:
-            profile(ranks, decoder, pathlib.Path(args.out))
+            profile(ranks, decoder, f"{commit()} batch {batch}{'' if captured else ' uncaptured'}", pathlib.Path(args.out))
     if captured:
         if not dropped.messages:
             raise RuntimeError("no_comm: its pass found no all-reduce to take out")

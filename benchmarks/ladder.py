@@ -1,4 +1,4 @@
-"""The ladder: every way to compute an all-reduce, with or without add and RMSNorm, as functions of one partial sum.
+"""The ladder: every way to compute an all-reduce, with or without add and RMSNorm, as functions.
 
     nccl            dist.all_reduce, then add and norm compiled by torch: the unfused graph, candidate 0
     nccl_symm       the same over a window of symmetric memory, the copy into it counted
@@ -8,7 +8,7 @@
     tpfuse_split, tpfuse_ring   our kernels in their default layout
     dispatch        what tpfuse chooses, through its public operation
 
-A function may overwrite its argument.
+Those with a norm take a partial sum and the residual, the others a partial sum, which they may overwrite.
 """
 
 from __future__ import annotations

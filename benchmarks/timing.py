@@ -31,7 +31,7 @@ from tpfuse.tuner.timing import added_us, replayed_us, slowest_us, turns
 LATENCY_US, WIRE_BYTES_PER_US, MEMORY_BYTES_PER_US = 2.5, 380e3, 4.3e6
 GEMM_FLOP_PER_US = 6e8
 GEMM_ALONE, LIMIT = "gemm", "limit"
-WARM_UPS = 2
+WARM_UPS, MOST_CALLS = 2, 20
 GROUP_TIMEOUT_S = 120
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Largest relative error (L2, against fp64) of the unfused baseline: a few roundings.
@@ -133,14 +133,16 @@ def limit_us(message: int, world: int, memory: int = 0) -> float:
 
 def repeats(us: float, rounds: int) -> tuple[int, int]:
     """(calls per graph, rounds) for a call of about so many us."""
-    return max(2, min(20, int(1500 / us))), rounds if us < 500 else max(5, rounds // 2)
+    return max(2, min(MOST_CALLS, int(1500 / us))), rounds if us < 500 else max(5, rounds // 2)
 
 
 # -- correctness -----------------------------------------------------------------------------------------------------
 
 
 def relative_error(ranks: Ranks, got: Any, expected: Sequence[torch.Tensor]) -> float:
-    """The largest over outputs and ranks; infinite if anything is NaN."""
+    """The largest over outputs and ranks; infinite if anything is NaN, or None on a rank. Collective."""
+    if got is None:
+        return max(ranks.maximum([math.inf] * len(expected)))
     outputs = (got,) if isinstance(got, torch.Tensor) else tuple(got)
     assert len(outputs) == len(expected)
     errors = [((o.double() - e).norm() / e.norm()).item() for o, e in zip(outputs, expected, strict=True)]
@@ -154,14 +156,17 @@ def check(
     expected: Sequence[torch.Tensor],
     tolerance: float,
 ) -> tuple[float, str]:
-    """(error, why the candidate must not be timed): two calls, the second on memory that was used before."""
+    """(error, why the candidate must not be timed): two calls, the second on memory that was used before. Collective."""
     error = 0.0
     for _ in range(2):
+        got, failure = None, "it failed on another rank, or its result is not finite"
         try:
             got = run(*(each.clone() for each in inputs))
-        except (RuntimeError, ValueError, AssertionError) as failure:
-            return math.inf, f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:160]}"
+        except (RuntimeError, ValueError, AssertionError) as raised:
+            failure = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0][:160]}"
         error = max(error, relative_error(ranks, got, expected))
+        if math.isinf(error):
+            return error, failure
     return error, "" if error <= tolerance else f"WRONG: relative error {error:.2g}, {tolerance:.2g} is allowed"
 
 
@@ -195,7 +200,10 @@ def drop_wrong(
 ) -> dict[str, float]:
     """``times`` without the candidates whose last outputs are wrong, after all those replays. The first is the baseline."""
     errors = {name: relative_error(ranks, outputs[name], expected) for name in times if name != GEMM_ALONE}
-    tolerance = allowed(next(iter(errors.values())), outputs[GEMM_ALONE].dtype)
+    baseline, dtype = next(iter(errors)), outputs[GEMM_ALONE].dtype
+    if not errors[baseline] <= math.sqrt(len(expected) * MOST_CALLS) * CEILINGS[dtype]:
+        raise RuntimeError(f"{baseline}, the baseline: relative error {errors[baseline]:.2g} after timing")
+    tolerance = allowed(errors[baseline], dtype)
     for name, error in errors.items():
         if not error <= tolerance:
             ranks.say(

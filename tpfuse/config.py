@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -257,7 +258,7 @@ def _check_number(name: str, value: Any, default: Any, fraction: bool) -> None:
     if value is None and default is None:
         return
     kinds = (int, float) if fraction else (int,)
-    if isinstance(value, kinds) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < math.inf:
         return
     try:
         nearest = max(0, float(value) if fraction else round(float(value)))

@@ -31,6 +31,7 @@ def _arenas(world: int, size: int = 64 << 20) -> list[types.SimpleNamespace]:
         control = torch.tensor([0, int(5e9), record.data_ptr()], dtype=torch.int64, device=device)
         stream = torch.cuda.Stream(device)
         arena = types.SimpleNamespace(rank=rank, world=world, device=device, plans={}, split=split, ring=ring)
+        arena.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count // world
         arena.peers, arena.base, arena.control = peers.data_ptr(), memory[rank].data_ptr(), control.data_ptr()
         arena.next = memory[(rank + 1) % world].data_ptr()
         arena.stream, arena.enter = stream, lambda stream=stream: stream.cuda_stream

@@ -76,7 +76,7 @@ def test_by_rule(world):
 
 @pytest.mark.parametrize("gone", ["fastest_of_all", "tpfuse_split_v0", ""])
 def test_a_table_may_name_what_is_no_more(gone):
-    assert chosen(by_table((1, Choice(gone, 8))), norm(1)) == Choice("tpfuse_ring")
+    assert chosen(by_table((1, Choice(gone, 8))), norm(1)) == Choice("tpfuse_split")
     assert chosen(by_table((1, Choice(gone, 8))), norm(1, SLOT_BYTES)) == NCCL  # twice as many bytes: no ring either
 
 
@@ -89,7 +89,9 @@ def test_falls_through_to_what_can():
 
 @pytest.mark.parametrize("library", ["flashinfer", "torch_symm_mem"])
 def test_a_library_that_was_not_prepared_is_passed_over(library):
-    assert chosen(by_table((1, Choice(library))), norm(1)) == Choice("tpfuse_ring")
+    assert chosen(by_table((1, Choice(library))), norm(1)) == Choice("tpfuse_split")
+    assert chosen(by_table((1, Choice(library))), norm(8)) == Choice("tpfuse_ring")
+    assert chosen(by_table((1, Choice(library))), norm(8192)) == NCCL
 
 
 @pytest.mark.parametrize(
@@ -226,8 +228,17 @@ def test_why_not_the_others(may_run):
     told = dispatch.told("0", norm(4), kernels)
     assert told == (
         "all_reduce_rms_norm of [T, 4096] torch.bfloat16 over '0': tpfuse_split, tpfuse_ring; "
-        "not flashinfer, torch_symm_mem, nccl (slower by the table)"
+        "not flashinfer, torch_symm_mem, nccl (the table chose others)"
     )
     assert dispatch.told("0", norm(4), ["nccl"], Wish("nccl")).endswith("torch_symm_mem (nccl was asked for)")
     told = dispatch.told("0", norm(1, SLOT_BYTES), ["nccl"])
     assert "tpfuse_split, tpfuse_ring (a row of 65536 bytes is longer than a slot of 32768)" in told
+    capped = dispatch.told("0", norm(4), ["tpfuse_ring"], Wish(None, 100))
+    assert "flashinfer (for messages of at most 100 bytes)" in capped
+
+
+def test_a_cap_that_is_no_power_of_two(flashinfer, monkeypatch):
+    dispatcher = by_table((1, Choice("flashinfer")))
+    monkeypatch.setattr(dispatch, "of", lambda group_name: dispatcher)
+    assert dispatch.may_run("0", "cuda", norm(1), 8192, Wish(None, 1000 * 8192)) == ["flashinfer", "nccl"]
+    assert max(flashinfer) == 1000

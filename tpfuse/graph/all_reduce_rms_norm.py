@@ -84,7 +84,7 @@ def _judge(norm: Node, chain: Chain, context: Context) -> tuple[str, list[str]]:
     kernels = dispatch.may_run(group, device, problem, most_rows, context.wish)
     if device != "cpu":
         context.note(dispatch.told(group, problem, kernels, context.wish))
-    return "NCCL and the unfused norm are the fastest for these rows" if kernels == ["nccl"] else "", kernels
+    return "NCCL and the unfused norm are chosen for these rows" if kernels == ["nccl"] else "", kernels
 
 
 def _obstacle(norm: Node, chain: Chain, context: Context) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +45,7 @@ class Problem:
         return self.hidden * self.dtype.itemsize
 
 
-@dataclasses.dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """What a user asked of the choice.
 
     kernel            the candidate to take, None: the fastest

@@ -62,9 +62,9 @@ class Dispatcher:
                 raise ConfigError(f"kernel {pinned!r} cannot run {problem.op}: {why}")
             return known[pinned], Choice(pinned)
         choice = self.table.choose(problem.op, problem.rows, problem.row_bytes) if self.table else None
-        for each in (choice or self._by_rule(problem), Choice("tpfuse_ring"), Choice("nccl")):
-            able = each.candidate in known and not known[each.candidate].cannot(self.arena, problem)
-            if able and not wish.forbids(each.candidate, problem):
+        for each in (choice, self._by_rule(problem), Choice("tpfuse_ring"), Choice("nccl")):
+            able = each is not None and each.candidate in known and not wish.forbids(each.candidate, problem)
+            if each is not None and able and not known[each.candidate].cannot(self.arena, problem):
                 return known[each.candidate], each
         return None
 
@@ -185,6 +185,8 @@ def may_run(group_name: str, device_type: str, problem: Problem, most_rows: int,
     found = of(group_name)
     assert isinstance(found, Dispatcher), found
     counts = {most_rows, *(problem.rows << n for n in range(most_rows.bit_length()) if problem.rows << n < most_rows)}
+    if wish.flashinfer_bytes is not None:
+        counts.add(min(most_rows, max(problem.rows, wish.flashinfer_bytes // problem.row_bytes)))
     problems = [dataclasses.replace(problem, rows=count) for count in sorted(counts)]
     free = [each for each in problems if wish.kernel is None or wish.forbids(wish.kernel, each)]
     names = [wish.kernel] if wish.kernel is not None and len(free) < len(problems) else []
@@ -201,9 +203,11 @@ def told(group_name: str, problem: Problem, names: Sequence[str], wish: Wish = A
     for name, candidate in CANDIDATES[problem.op].items():
         if name not in names:
             why = candidate.cannot(found.arena, problem)
-            if not why or why == NOT_PREPARED:
-                by_itself = "slower by the table" if found.table else "not chosen where there is no table"
-                why = f"{wish.kernel} was asked for" if wish.kernel is not None else by_itself
+            if wish.forbids(name, problem):
+                why = f"for messages of at most {wish.flashinfer_bytes} bytes"
+            elif not why or why == NOT_PREPARED:
+                chooser = "the table" if found.table else "the rule without a table"
+                why = f"{wish.kernel} was asked for" if wish.kernel is not None else f"{chooser} chose others"
             reasons.setdefault(why, []).append(name)
     others = "; ".join(f"{', '.join(each)} ({why})" for why, each in reasons.items())
     return f"{problem.op} of [T, {problem.hidden}] {problem.dtype} over {group_name!r}: {', '.join(names)}; not {others}"

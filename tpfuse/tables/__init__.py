@@ -54,7 +54,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One candidate, and for our own kernels how it is laid over the hardware (see kernels/triton/launch.py)."""
+    """One candidate, and for our own kernels how it is laid over the hardware (see kernels/layout.py)."""
 
     candidate: str
     warps: int | None = None

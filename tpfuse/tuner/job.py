@@ -104,7 +104,6 @@ def _run(args: argparse.Namespace, rank: int) -> int:
 
 def _measure(args: argparse.Namespace, made: Arena, group: dist.ProcessGroup, talk: _Talk) -> Measured:
     """The times of every size that the budget allows."""
-    multiprocessors = torch.cuda.get_device_properties(made.device).multi_processor_count
     sizes = proposals.sizes(args.ops, args.hidden, args.rows, arguments.DTYPES[args.dtype])
     if args.libraries:
         _prepare(made, sizes, talk)
@@ -117,7 +116,7 @@ def _measure(args: argparse.Namespace, made: Arena, group: dist.ProcessGroup, ta
             talk.say(f"{args.seconds:g} s are spent: {number} of {len(sizes)} sizes were measured")
             break
         talk.show(f"{size.op} {size.rows} x {size.hidden}", number, len(sizes))
-        candidates = proposals.choices(made, size.problem, multiprocessors)
+        candidates = proposals.choices(made, size.problem)
         if not candidates:
             talk.say(f"{size.op} of {size.rows} x {size.hidden}: no kernel can do that")
             continue

@@ -69,32 +69,28 @@ def coarse_to_fine(values: Sequence[int]) -> Iterator[int]:
             spans += [(low, middle), (middle, high)]
 
 
-def choices(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
+def choices(arena: Any, problem: Problem) -> list[Choice]:
     """Every candidate that can do the problem, in each layout that makes a difference."""
     able = [c.name for c in CANDIDATES[problem.op].values() if not c.cannot(arena, problem)]
     layouts = {"tpfuse_split": split_layouts, "tpfuse_ring": ring_layouts}
-    return [
-        choice
-        for name in able
-        for choice in (layouts[name](arena, problem, multiprocessors) if name in layouts else [Choice(name)])
-    ]
+    return [choice for name in able for choice in (layouts[name](arena, problem) if name in layouts else [Choice(name)])]
 
 
-def split_layouts(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
+def split_layouts(arena: Any, problem: Problem) -> list[Choice]:
     part = -(-_grid(problem)[1] // SPLIT)
     return [Choice("tpfuse_split", warps) for warps in _warps(part, SPLIT_VECTORS_PER_THREAD)]
 
 
-def ring_layouts(arena: Any, problem: Problem, multiprocessors: int) -> list[Choice]:
+def ring_layouts(arena: Any, problem: Problem) -> list[Choice]:
     """Choices that come to the same launch are one."""
     rows, vectors = _grid(problem)
     effective: dict[Layout, Choice] = {}
     for warps in _warps(vectors, RING_VECTORS_PER_THREAD):
         for per_multiprocessor in RING_BLOCKS:
             # With a row for each block, more blocks at a time are no use.
-            for registers in REGISTERS if rows > max(RING_BLOCKS) * multiprocessors else (None,):
-                choice = Choice("tpfuse_ring", warps, per_multiprocessor * multiprocessors, registers)
-                laid = layout(rows, vectors, 1, arena.ring.size, multiprocessors, choice)
+            for registers in REGISTERS if rows > max(RING_BLOCKS) * arena.multiprocessors else (None,):
+                choice = Choice("tpfuse_ring", warps, per_multiprocessor * arena.multiprocessors, registers)
+                laid = layout(rows, vectors, 1, arena.ring.size, arena.multiprocessors, choice)
                 effective.setdefault(laid, dataclasses.replace(choice, registers=laid.registers))
     return list(effective.values())
 

@@ -8,7 +8,7 @@ What one call leaves for the next (slots, the blocks' state, the sum that is the
 L2 cache by the weights that the GEMMs between read once: KEEP asks the cache to evict it last.
 
 Addresses are 64-bit integers, masks are int32: 0 leaves an element out (it reads as 0), 1 takes part, 2 reads as NaN
-(``take`` on a dead arena). All accesses are volatile: the compiler keeps their order.
+(``take`` on a dead arena). Accesses are inline assembly with side effects: the compiler keeps their order.
 
 A spin looks at the clock every 1024 turns. Past the deadline it writes a record {1, tag, epoch, 0} to pinned host
 memory, sets the abort flag in the control block and reads as NaN; so does every other spin of the arena once the flag is
@@ -34,14 +34,14 @@ def _kept(keep: bool) -> tuple[str, str, str]:
 
 
 @triton.constexpr_function
-def _take_ptx(count: int, stride: int, wait: bool, keep: bool) -> str:
+def _take_ptx(count: int, elements: bool, wait: bool, keep: bool) -> str:
     """A spin over ``count`` vectors of a thread. Results: four words of each and whether it gave up; operands: addresses,
     masks, control, tag, epoch.
 
-    stride  1: the vectors are elements of one tensor (an operand's elements follow each other, and so do a word's); 5: they
-            are of ``count`` tensors (a vector's results follow each other), and control, tag and epoch are there once
+    elements  True: the vectors are elements of one tensor (an operand's elements follow each other, and so do a word's);
+              False: they are of ``count`` tensors (a vector's results follow each other), and control, tag and epoch are
+              there once
     """
-    elements = stride == 1
     vectors, words = range(count), range(4)
     declare, hint, policy = _kept(keep)
     out = lambda j, k: f"${k * count + j}" if elements else f"${5 * j + k}"  # noqa: E731
@@ -86,14 +86,17 @@ def _any_is_empty(words: list[str]) -> list[str]:
     """q = a word is the sentinel. In three chains: in one, each comparison would wait for the one before."""
     lines = [".reg .pred q0, q1, q2;"]
     for n, word in enumerate(words):
-        chain, goes_on = f"q{n % 3}", n >= 3
-        lines.append(f"setp.eq{'.or' * goes_on}.b32 {chain}, {word}, {SENTINEL:#x}{f', {chain}' * goes_on};")
+        chain = f"q{n % 3}"
+        if n < 3:
+            lines.append(f"setp.eq.b32 {chain}, {word}, {SENTINEL:#x};")
+        else:
+            lines.append(f"setp.eq.or.b32 {chain}, {word}, {SENTINEL:#x}, {chain};")
     return [*lines, "or.pred q, q0, q1; or.pred q, q, q2;"]
 
 
 @triton.constexpr_function
-def _take_constraints(count: int, stride: int) -> str:
-    repeats = count if stride == 1 else 1
+def _take_constraints(count: int, elements: bool) -> str:
+    repeats = count if elements else 1
     return ",".join(["=&r"] * 5 * count + ["l"] * count + ["r"] * count + [c for c in "lrr" for _ in range(repeats)])
 
 
@@ -103,8 +106,8 @@ def take(address, mask, control, tag, epoch, PACK: tl.constexpr, KEEP: tl.conste
     not wait (for a test)."""
     COUNT: tl.constexpr = PACK if PACK > 0 else 1
     w = tl.inline_asm_elementwise(
-        _take_ptx(COUNT, 1, PACK > 0, KEEP),
-        _take_constraints(COUNT, 1),
+        _take_ptx(COUNT, True, PACK > 0, KEEP),
+        _take_constraints(COUNT, True),
         [address, mask, control, tag, epoch],
         WORDS_AND_LATE,
         is_pure=False,
@@ -115,10 +118,11 @@ def take(address, mask, control, tag, epoch, PACK: tl.constexpr, KEEP: tl.conste
 
 @triton.jit
 def take_parts(a, m, control, tag, epoch, WAIT: tl.constexpr, KEEP: tl.constexpr):
-    """The words of the four parts of a row, which wait together: four addresses and masks."""
+    """The words of the four parts of a row, which wait together: four addresses and masks. (Whether it gave up is left out:
+    a row in parts is pushed once.)"""
     w = tl.inline_asm_elementwise(
-        _take_ptx(4, 5, WAIT, KEEP),
-        _take_constraints(4, 5),
+        _take_ptx(4, False, WAIT, KEEP),
+        _take_constraints(4, False),
         [a[0], a[1], a[2], a[3], m[0], m[1], m[2], m[3], control, tag, epoch],
         TWENTY_WORDS,
         is_pure=False,
@@ -367,7 +371,10 @@ def _sum_constraints(count: int) -> str:
 
 @triton.jit
 def sum_once(values, BLOCK: tl.constexpr):
-    """The sum of a block's BLOCK fp32 values, for each of its threads; once in a kernel. One barrier: tl.sum has two."""
+    """The sum of a block's BLOCK fp32 values, for each of its threads. One barrier: tl.sum has two.
+
+    Once in a kernel, not in a branch or a loop; BLOCK is a multiple of the threads.
+    """
     WARPS: tl.constexpr = tl.extra.cuda.num_warps()
     COUNT: tl.constexpr = BLOCK // (32 * WARPS)
     return tl.inline_asm_elementwise(

@@ -1,4 +1,4 @@
-"""From tensors to a launch of ``split`` or ``ring``: which variant, how many blocks, and a path of a few microseconds.
+"""A launch of ``split`` or ``ring``: which variant is compiled, and a path of a few microseconds.
 
 A launch is planned once per kind of call (shape, dtypes, options, group) and then only filled with addresses.
 

@@ -46,7 +46,7 @@ def ring(
     state += pid.to(tl.int64) * 8
     start = pid.to(tl.int64) * vectors
     inside = whole * (start + k < all_vectors).to(tl.int32)
-    mine, dead, epoch = own + k * 16, whole & 0, rank
+    mine, dead, epoch = own + k * 16, whole & 0, pid  # alone: never read, but of these types
     if WORLD > 1:
         mine = own + region + pid.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + k * 16
         dead, epoch = dead + load_word(control), load_word(state)
@@ -83,6 +83,6 @@ def ring(
             normalize(values, root, factors, normed, at, inside, KIND, WEIGHT, WIDE_OUT, ROUND)
         x, inside, epoch = y, after, epoch + 1
     if not NORM:
-        tl.debug_barrier()
+        tl.debug_barrier()  # no thread stores the epoch before all have loaded it; with a norm, its sum is a barrier
     if WORLD > 1:
         store_word(state, epoch)

@@ -73,19 +73,19 @@ def _sum_parts(
     x, slots, masks, control, tag, epoch, rank,
     WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr, PACK: tl.constexpr, KEEP: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """``sum_over_ranks`` of the four parts of a row, which wait together."""
-    WAIT: tl.constexpr = PACK > 0
+    """``sum_over_ranks`` of the four parts of a row; with two ranks they wait together."""
+    ONE: tl.constexpr = 1 if PACK > 0 else 0
     if WORLD == 2:
         x0, x1 = _widen_early(x[0], KIND), _widen_early(x[1], KIND)
         x2, x3 = _widen_early(x[2], KIND), _widen_early(x[3], KIND)
-        v = take_parts(slots, masks, control, tag, epoch, WAIT, KEEP)
+        v = take_parts(slots, masks, control, tag, epoch, PACK > 0, KEEP)
         return _add(x0, v[0], KIND), _add(x1, v[1], KIND), _add(x2, v[2], KIND), _add(x3, v[3], KIND)
     else:
         return (
-            sum_over_ranks(x[0], slots[0], masks[0], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KEEP, KIND)[0],
-            sum_over_ranks(x[1], slots[1], masks[1], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KEEP, KIND)[0],
-            sum_over_ranks(x[2], slots[2], masks[2], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KEEP, KIND)[0],
-            sum_over_ranks(x[3], slots[3], masks[3], control, tag, epoch, rank, WORLD, SLOT_BYTES, 1, KEEP, KIND)[0],
+            sum_over_ranks(x[0], slots[0], masks[0], control, tag, epoch, rank, WORLD, SLOT_BYTES, ONE, KEEP, KIND)[0],
+            sum_over_ranks(x[1], slots[1], masks[1], control, tag, epoch, rank, WORLD, SLOT_BYTES, ONE, KEEP, KIND)[0],
+            sum_over_ranks(x[2], slots[2], masks[2], control, tag, epoch, rank, WORLD, SLOT_BYTES, ONE, KEEP, KIND)[0],
+            sum_over_ranks(x[3], slots[3], masks[3], control, tag, epoch, rank, WORLD, SLOT_BYTES, ONE, KEEP, KIND)[0],
         )
 
 
@@ -146,7 +146,8 @@ def split(
     y1 = modify(y[1], r1, bias, factor, scale, k[1], m[1], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
     y2 = modify(y[2], r2, bias, factor, scale, k[2], m[2], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
     y3 = modify(y[3], r3, bias, factor, scale, k[3], m[3], KIND, BIAS, SCALE, FACTOR, RESIDUAL)
-    # So paired, the sum is the same bits whichever part is the block's own.
+    # So paired, the sum is the same bits whichever part is the block's own. No thread stores the epoch before all have
+    # loaded it: the sum is a barrier.
     squares = sum_once((squares_of(y0) + squares_of(y2)) + (squares_of(y1) + squares_of(y3)), BLOCK)
     store16(total + at[0], m[0], joins(y0[0], y0[1], KIND), KEEP)
     root = tl.rsqrt(squares * inverse + eps)
