@@ -78,11 +78,10 @@ def _tune(args: list[str]) -> int:
 
 
 def _bench(args: list[str]) -> int:
-    import torch
-
-    from tpfuse.tuner import arguments
-
-    name, rest = (args[0], args[1:]) if args else ("", [])
+    name, rest = (args[0], args[1:]) if args else ("--help", [])
+    if name in ("--help", "-h"):
+        print(f"usage: tpfuse bench NAME [--nproc-per-node N] ...; NAME is one of {', '.join(BENCHMARKS)}")
+        return 0
     if name not in BENCHMARKS:
         print(f"tpfuse bench: no benchmark {name!r}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
@@ -92,12 +91,17 @@ def _bench(args: list[str]) -> int:
         return 2
     if "--help" in rest or "-h" in rest:
         return subprocess.run([sys.executable, str(script), "--help"], check=False).returncode
+    import torch
+
+    from tpfuse.tuner import arguments, job
+
     parser = argparse.ArgumentParser(prog=f"tpfuse bench {name}", add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=arguments.positive, metavar="N")
     launch, rest = parser.parse_known_args(rest)
-    ranks, there = launch.nproc_per_node or torch.cuda.device_count(), torch.cuda.device_count()
-    if ranks < 2 or there < ranks:
-        print(f"tpfuse bench: two GPUs or more are needed, and one for each rank; there are {there}", file=sys.stderr)
+    ranks = launch.nproc_per_node or torch.cuda.device_count()
+    why = job.obstacle(ranks)
+    if why:
+        print(f"tpfuse bench: {why}", file=sys.stderr)
         return 2
     return _start_ranks([str(script)], ranks, rest)
 

@@ -33,7 +33,7 @@ def _arenas(world: int, size: int = 64 << 20) -> list[types.SimpleNamespace]:
         arena = types.SimpleNamespace(rank=rank, world=world, device=device, plans={}, split=split, ring=ring)
         arena.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count // world
         arena.peers, arena.base, arena.control = peers.data_ptr(), memory[rank].data_ptr(), control.data_ptr()
-        arena.next = memory[(rank + 1) % world].data_ptr()
+        arena.next_base = memory[(rank + 1) % world].data_ptr()
         arena.stream, arena.enter = stream, lambda stream=stream: stream.cuda_stream
         arena.record, arena.kept = record, (memory, peers, control)
         arenas.append(arena)

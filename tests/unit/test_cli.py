@@ -115,9 +115,12 @@ def test_bench_runs_a_script_of_the_checkout(monkeypatch, capsys, started):
         assert pathlib.Path(script).with_name(f"{name}.py").exists()
     started.clear()
     assert cli.main(["bench", "sweep_all_reduce", "--nproc-per-node", "4"]) == 2
-    assert cli.main(["bench"]) == cli.main(["bench", "families"]) == 2
+    assert cli.main(["bench", "families"]) == 2 and cli.main(["bench"]) == cli.main(["bench", "--help"]) == 0
     told = capsys.readouterr().err
-    assert "there are 2" in told and "no benchmark 'families'; there are sweep_all_reduce_rms_norm, " in told
+    assert (
+        "4 ranks need 4 CUDA devices, there are 2" in told
+        and "no benchmark 'families'; there are sweep_all_reduce_rms_norm, " in told
+    )
     assert not started
 
 

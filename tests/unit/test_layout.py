@@ -28,9 +28,9 @@ def test_by_rule():
 @pytest.mark.parametrize("warps", [None, 1, 4, 8, 16, 32])
 def test_no_thread_without_a_vector(vectors, warps):
     for laid in (ring(5, vectors, Choice("any", warps)), split(5, vectors, Choice("any", warps))):
-        assert laid.block >= 32 * laid.warps and laid.vectors_per_thread >= 1
-        assert laid.block & (laid.block - 1) == 0 and laid.warps & (laid.warps - 1) == 0
-    assert ring(5, vectors).block >= vectors and 4 * split(5, vectors).block >= vectors
+        assert laid.vectors >= 32 * laid.warps and laid.vectors_per_thread >= 1
+        assert laid.vectors & (laid.vectors - 1) == 0 and laid.warps & (laid.warps - 1) == 0
+    assert ring(5, vectors).vectors >= vectors and 4 * split(5, vectors).vectors >= vectors
 
 
 def test_blocks_of_a_ring():

@@ -41,8 +41,8 @@ DEFAULT_BYTES = 64 << 20
 SUBJECT = "making the arena"
 _CAPTURING = "a CUDA graph is being captured"
 HEADER_BYTES = 16 << 10
-_CONTROL = 8 << 10  # in the header, behind the state
-assert (MAX_SPLIT_ROWS * SPLIT + MAX_RING_BLOCKS) * STATE_BYTES <= _CONTROL < HEADER_BYTES
+_CONTROL_OFFSET = 8 << 10  # in the header, behind the state
+assert (MAX_SPLIT_ROWS * SPLIT + MAX_RING_BLOCKS) * STATE_BYTES <= _CONTROL_OFFSET < HEADER_BYTES
 _RECORD_WORDS = 4
 
 
@@ -58,7 +58,7 @@ class Region:
 class Alone:
     """What a kernel needs instead of an arena where it exchanges nothing."""
 
-    world, rank, peers, control, base, next = 1, 0, 0, 0, 0, 0
+    world, rank, peers, control, base, next_base = 1, 0, 0, 0, 0, 0
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.multiprocessors = device, _multiprocessors(device)
@@ -72,7 +72,7 @@ class Alone:
 class Arena:
     """Symmetric memory of one process group on one device. Made by ``of``; every rank of the group has one, or none has.
 
-    base     address of this rank's block; next: of the next rank's
+    base     address of this rank's block; next_base: of the next rank's
     peers    address of the device table of the ranks' base addresses (int64 each)
     control  address of {int32 abort, int32 -, int64 deadline in ns, int64 address of the record}, in the header
     bytes    of symmetric memory on each rank
@@ -114,21 +114,21 @@ class Arena:
         self._memory[HEADER_BYTES // 4 :].fill_(SENTINEL)
         self.peers = int(self._handle.buffer_ptrs_dev)
         self.base = int(self._handle.buffer_ptrs[self.rank])
-        self.next = int(self._handle.buffer_ptrs[(self.rank + 1) % self.world])
-        self.control = self.base + _CONTROL
-        self._control(2).fill_(self._record.data_ptr())
+        self.next_base = int(self._handle.buffer_ptrs[(self.rank + 1) % self.world])
+        self.control = self.base + _CONTROL_OFFSET
+        self._control_word(2).fill_(self._record.data_ptr())
         self.set_deadline(timeout_s)
         torch.cuda.synchronize(self.device)
 
-    def _control(self, index: int) -> torch.Tensor:
+    def _control_word(self, index: int) -> torch.Tensor:
         """Word ``index`` of the control block, as one int64."""
-        start = _CONTROL // 4 + 2 * index
+        start = _CONTROL_OFFSET // 4 + 2 * index
         return self._memory[start : start + 2].view(torch.int64)
 
     def set_deadline(self, seconds: float) -> None:
         """How long a kernel waits for a peer before it gives up."""
         with plain_tensors():
-            self._control(1).fill_(int(seconds * 1e9))
+            self._control_word(1).fill_(int(seconds * 1e9))
         self.deadline_s = seconds
 
     def enter(self) -> int:

@@ -18,20 +18,20 @@ _MOST_WARPS = 16  # by rule of thumb
 class Layout:
     """One launch.
 
-    block      vectors that a block takes at a time, a power of two: a row, or a part of one
+    vectors    that a block takes at a time, a power of two: a row's, or a part's
     warps      of a block
     blocks     in the grid
     registers  most of a thread; None: as many as the compiler wants
     """
 
-    block: int
+    vectors: int
     warps: int
     blocks: int
     registers: int | None
 
     @property
     def vectors_per_thread(self) -> int:
-        return self.block // (_WARP * self.warps)
+        return self.vectors // (_WARP * self.warps)
 
 
 def layout(rows: int, vectors: int, parts: int, slots: int, multiprocessors: int, choice: Choice) -> Layout:

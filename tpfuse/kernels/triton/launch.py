@@ -17,9 +17,9 @@ from triton.runtime.jit import JITFunction
 
 from tpfuse.comm.arena import SLOT_BYTES, SPLIT, STATE_BYTES, VECTOR_BYTES, Alone, Arena
 from tpfuse.kernels.layout import layout
-from tpfuse.kernels.triton.lamport import BF16, FP16, FP32
 from tpfuse.kernels.triton.ring import ring
 from tpfuse.kernels.triton.split import split
+from tpfuse.kernels.triton.vectors import BF16, FP16, FP32
 from tpfuse.tables import Choice
 
 _KINDS = {torch.bfloat16: BF16.value, torch.float16: FP16.value, torch.float32: FP32.value}
@@ -94,7 +94,7 @@ def plan(
     assert parts == 1 or rows <= region.size
     constants = (
         ("WORLD", arena.world),
-        ("BLOCK", laid.block),
+        ("BLOCK", laid.vectors),
         ("PACK", min(4, laid.vectors_per_thread) if wait else 0),
         ("SLOT_BYTES", SLOT_BYTES),
         ("KEEP", rows * vectors * VECTOR_BYTES <= _KEPT_BYTES),

@@ -100,7 +100,7 @@ def _launch(found: Plan, arena: Arena | Alone, tensors: tuple[torch.Tensor | Non
     found.launch(
         *addresses,
         arena.base,
-        arena.next,
+        arena.next_base,
         arena.peers,
         found.region,
         found.state,

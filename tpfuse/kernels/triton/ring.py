@@ -7,7 +7,7 @@ protocol is TensorRT-LLM's Lamport all-reduce.
 import triton
 import triton.language as tl
 
-from tpfuse.kernels.triton.lamport import clear, joins, load16, load_word, sendable, store16, store_word
+from tpfuse.kernels.triton.lamport import clear, load16, load_word, sendable, store16, store_word
 from tpfuse.kernels.triton.row import (
     NO_WEIGHT,
     RUN_TIME,
@@ -21,11 +21,12 @@ from tpfuse.kernels.triton.row import (
     widen,
     widen_weight,
 )
+from tpfuse.kernels.triton.vectors import joins
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def ring(
-    input, residual, bias, weight, factor, normed, total, own, next, peers, region, state, control,
+    input, residual, bias, weight, factor, normed, total, base, next_base, peers, region, state, control,
     rank, rows, vectors, inverse, all_vectors, tag, eps, scale, offset,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr, KEEP: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
@@ -46,13 +47,13 @@ def ring(
     state += pid.to(tl.int64) * 8
     start = pid.to(tl.int64) * vectors
     inside = whole * (start + k < all_vectors).to(tl.int32)
-    mine, dead, epoch = own + k * 16, whole & 0, pid  # alone: never read, but of these types
+    mine, dead, epoch = base + k * 16, whole & 0, pid  # alone: never read, but of these types
     if WORLD > 1:
-        mine = own + region + pid.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + k * 16
+        mine = base + region + pid.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + k * 16
         dead, epoch = dead + load_word(control), load_word(state)
     x = sendable(load16(input + (start + k) * 16, inside))
     slot = epoch & (SLOTS - 1)
-    push_to_all(k * 16, whole * (1 - dead), x, next, peers, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
+    push_to_all(k * 16, whole * (1 - dead), x, next_base, peers, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
     w = x, x
     if WEIGHT != NO_WEIGHT:
         w = load_weight(weight, k, whole, WEIGHT)
@@ -66,7 +67,9 @@ def ring(
         after = whole * (start + k < all_vectors).to(tl.int32) * more
         y = sendable(load16(input + (start + k) * 16, after))
         slot = (epoch + 1) & (SLOTS - 1)
-        push_to_all(k * 16, whole * more * (1 - dead), y, next, peers, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES)
+        push_to_all(
+            k * 16, whole * more * (1 - dead), y, next_base, peers, rank, region, pid * SLOTS + slot, WORLD, SLOT_BYTES
+        )
         arrived = mine + (epoch & (SLOTS - 1)) * (SOURCES * SLOT_BYTES)
         taking = whole * (1 + dead)
         # Once a peer is given up it gets no more rows: it would find one of them where it looks for this one.

@@ -12,46 +12,30 @@ import triton
 import triton.language as tl
 
 from tpfuse.comm import arena
-from tpfuse.kernels.triton.lamport import (
-    BF16,
-    FP16,
-    FP32,
-    add4,
-    highs,
-    joins,
-    load16,
-    load_address,
-    lows,
-    mul4,
-    push,
-    scale4,
-    select4,
-    shift4,
-    store16,
-    take,
-)
+from tpfuse.kernels.triton.lamport import load16, load_address, push, store16, take
+from tpfuse.kernels.triton.vectors import BF16, FP16, FP32, add4, highs, joins, lows, mul4, scale4, select4, shift4
 
 SLOTS = tl.constexpr(arena.SLOTS)
 NO_WEIGHT, SAME_WEIGHT, WIDE_WEIGHT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 #: Parameters that a kernel is not compiled anew for.
 RUN_TIME = (
-    *("input", "residual", "bias", "weight", "factor", "normed", "total", "own", "next", "peers", "region", "state"),
+    *("input", "residual", "bias", "weight", "factor", "normed", "total", "base", "next_base", "peers", "region", "state"),
     *("control", "rank", "rows", "vectors", "inverse", "all_vectors", "tag", "eps", "scale", "offset"),
 )
 
 
 @triton.jit
-def push_to_all(place, mask, words, next, peers, rank, region, index, WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr):
+def push_to_all(place, mask, words, next_base, peers, rank, region, index, WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr):
     """Into slot ``index`` of every peer. Source s has the (s - owner - 1) mod WORLD-th part of each slot of an owner.
 
-    next: base address of the next rank's arena; peers: of the table of all
+    next_base: address of the next rank's arena; peers: of the table of all
     """
     offset = region + index.to(tl.int64) * ((WORLD - 1) * SLOT_BYTES)
     if WORLD > 1:
-        push(next + offset + (WORLD - 2) * SLOT_BYTES + place, mask, words)
+        push(next_base + offset + (WORLD - 2) * SLOT_BYTES + place, mask, words)
     for i in tl.static_range(1, WORLD - 1):
-        base = load_address(peers + ((rank + 1 + i) % WORLD) * 8)
-        push(base + offset + (WORLD - 2 - i) * SLOT_BYTES + place, mask, words)
+        peer = load_address(peers + ((rank + 1 + i) % WORLD) * 8)
+        push(peer + offset + (WORLD - 2 - i) * SLOT_BYTES + place, mask, words)
 
 
 @triton.jit

@@ -8,19 +8,7 @@ Lamport all-reduce.
 import triton
 import triton.language as tl
 
-from tpfuse.kernels.triton.lamport import (
-    add4,
-    clear,
-    hoist4,
-    joins,
-    load16,
-    load_word,
-    sendable,
-    store16,
-    store_word,
-    sum_once,
-    take_parts,
-)
+from tpfuse.kernels.triton.lamport import clear, load16, load_word, sendable, store16, store_word, take_parts
 from tpfuse.kernels.triton.row import (
     NO_WEIGHT,
     RUN_TIME,
@@ -34,6 +22,7 @@ from tpfuse.kernels.triton.row import (
     widen,
     widen_weight,
 )
+from tpfuse.kernels.triton.vectors import add4, hoist4, joins, sum_once
 
 
 @triton.jit
@@ -91,7 +80,7 @@ def _sum_parts(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def split(
-    input, residual, bias, weight, factor, normed, total, own, next, peers, region, state, control,
+    input, residual, bias, weight, factor, normed, total, base, next_base, peers, region, state, control,
     rank, rows, vectors, inverse, all_vectors, tag, eps, scale, offset,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, PACK: tl.constexpr, SLOT_BYTES: tl.constexpr, KEEP: tl.constexpr,
     KIND: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
@@ -112,13 +101,13 @@ def split(
     at = (start + k[0]) * 16, (start + k[1]) * 16, (start + k[2]) * 16, (start + k[3]) * 16
     SOURCES: tl.constexpr = WORLD - 1
     PART: tl.constexpr = SLOT_BYTES // 4
-    slots = own + region + row.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + j * 16
+    slots = base + region + row.to(tl.int64) * (SLOTS * SOURCES * SLOT_BYTES) + j * 16
     state += pid * 8
     dead = load_word(control)
     epoch, before = load_word(state), load_word(state + 4)
     x0 = sendable(load16(input + at[0], m[0]))
     index = row * SLOTS + (epoch & (SLOTS - 1))
-    push_to_all(piece * PART + j * 16, m[0] * (1 - dead), x0, next, peers, rank, region, index, WORLD, SLOT_BYTES)
+    push_to_all(piece * PART + j * 16, m[0] * (1 - dead), x0, next_base, peers, rank, region, index, WORLD, SLOT_BYTES)
     others = _other_parts(input, at, m)
     x = x0, sendable(others[0]), sendable(others[1]), sendable(others[2])
     r = x
