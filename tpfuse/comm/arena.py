@@ -9,8 +9,6 @@ ranks; calls from another stream wait for those before them, except inside a cap
 not use one group. Large calls over two groups on two streams may wait for each other, as NCCL's do. Replays of CUDA
 graphs follow the order of the streams that they are launched on: two replays over one group at the same time are not
 supported.
-
-Source: torch.distributed._symmetric_memory for the memory. NVLink multicast is not needed and not used.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tpfuse.comm import agreement, groups
+from tpfuse.comm.symmetric import SymmetricMemory
 from tpfuse.errors import PeerTimeoutError, first_line
 
 SENTINEL = -0x7FFF8000  # 0x80008000 as a signed 32-bit number; kernels/triton/lamport.py says what it is
@@ -80,14 +79,13 @@ class Arena:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, size: int) -> None:
         """Only the part that cannot hang: this rank's memory."""
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         self.group_name, self.rank, self.world = group.group_name, group.rank(), group.size()
         self.device, self.bytes = device, size
         self.multiprocessors = _multiprocessors(device)  # of the rank that has the fewest: grids are the same on all
         self.split, self.ring = layout(size, self.world)
         self._group = weakref.ref(group)
-        self._memory = _SymmetricMemory.empty_strided_p2p((size // 4,), (1,), torch.int32, device)
+        self._symmetric = SymmetricMemory(device, size)
+        self._memory = self._symmetric.tensor
         self._record = torch.zeros(_RECORD_WORDS, dtype=torch.int32).pin_memory()
         self._seen = self._record.numpy()  # reads without a torch call
         self._stream = -1  # of the call before; no stream has that handle, the default stream has 0
@@ -97,24 +95,12 @@ class Arena:
         self.alone = Alone(device)
 
     def connect(self, group: dist.ProcessGroup, name: str, timeout_s: float) -> None:
-        """The collective part: exchange addresses, empty every slot.
-
-        name  the same on all ranks and never used before: torch remembers a group's store and ranks by name for ever, but
-              process groups are destroyed and made anew under their old names
-        """
-        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
-
-        _SymmetricMemory.set_group_info(name, self.rank, self.world, dist.PrefixStore(name, groups.store_of(group)))
-        _register_process_group(name, group)  # type: ignore[arg-type,unused-ignore]
-        try:
-            self._handle: Any = _SymmetricMemory.rendezvous(self._memory, name)
-        finally:
-            _unregister_process_group(name)  # type: ignore[arg-type,unused-ignore]
+        """The collective part: exchange addresses, empty every slot. name: see SymmetricMemory."""
+        self._symmetric.connect(group, name)
         self._memory[: HEADER_BYTES // 4].zero_()
         self._memory[HEADER_BYTES // 4 :].fill_(SENTINEL)
-        self.peers = int(self._handle.buffer_ptrs_dev)
-        self.base = int(self._handle.buffer_ptrs[self.rank])
-        self.next_base = int(self._handle.buffer_ptrs[(self.rank + 1) % self.world])
+        self.peers, bases = self._symmetric.table, self._symmetric.bases
+        self.base, self.next_base = bases[self.rank], bases[(self.rank + 1) % self.world]
         self.control = self.base + _CONTROL_OFFSET
         self._control_word(2).fill_(self._record.data_ptr())
         self.set_deadline(timeout_s)
@@ -159,7 +145,7 @@ class Arena:
         _, tag, epoch, _ = (int(word) for word in self._seen)
         op, region = TAGS.get(tag & 0xFF, ("?", "ring"))
         peer, block = (tag >> 8) & 0xFF, tag >> 16
-        seen = self._epoch_of(peer, getattr(self, region).state + block * STATE_BYTES)
+        seen = self._epoch_of(peer, getattr(self, region).state + block * STATE_BYTES) if region else -1
         return (
             f"{op}: rank {self.rank} of group {self.group_name!r} waited {self.deadline_s:g} s for rank {peer} and gave up "
             f"(block {block}: expected epoch {epoch}, the peer's is {seen}). What it waited for is NaN, nothing computed "
@@ -173,15 +159,16 @@ class Arena:
         if torch.cuda.is_current_stream_capturing():
             return -1
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            return int(self._handle.get_buffer(peer, (1,), torch.int32, offset // 4).item())
+            return self._symmetric.word_of(peer, offset)
 
 
-#: Low byte of a kernel's tag -> (operation, region of the arena that it uses). Byte 1 of a tag is the peer, the rest the
-#: block.
+#: Low byte of a kernel's tag -> (operation, region of the arena that it uses, or none). Byte 1 of a tag is the peer, the
+#: rest the block.
 TAGS = {
     1: ("all_reduce_rms_norm by tpfuse_split", "split"),
     2: ("all_reduce_rms_norm by tpfuse_ring", "ring"),
     3: ("all_reduce by tpfuse_ring", "ring"),
+    4: ("matmul_reduce_scatter by tpfuse", ""),
 }
 
 _arenas: weakref.WeakKeyDictionary[dist.ProcessGroup, Arena | str] = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm import groups
+from tpfuse.kernels import matmul
 from tpfuse.ops import library
 from tpfuse.ops.matmul import check_product, product, scatter_sum, shard_rows
 
@@ -56,6 +57,11 @@ def _run(
     kernel_name=None,
     after=None,
 ):
+    if input.is_cuda:
+        scaled = input_scale is not None
+        result = matmul.matmul_reduce_scatter(kernel_name, group, input, weight, bias, scaled, wire_dtype, unit)
+        if result is not None:
+            return result
     return reference(input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype, unit)
 
 

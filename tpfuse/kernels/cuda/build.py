@@ -1,0 +1,121 @@
+"""CUDA C++ sources to loaded kernels: compiled by NVRTC on first use, kept on disk per architecture and options.
+
+Nothing but the driver and NVRTC is needed, which torch brings: no nvcc, no CUDA headers. A file's name has a digest of
+everything that went into it; it is written whole or not at all, and one that does not load is made anew.
+
+Source: cuda.core for NVRTC, cuda.bindings for the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import pathlib
+import uuid
+from typing import Any
+
+from tpfuse import tables
+
+_FOLDER = pathlib.Path(__file__).parent
+_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class BuildError(RuntimeError):
+    """A kernel could not be compiled or loaded."""
+
+
+@functools.cache
+def kernel(files: tuple[str, ...], name: str, options: tuple[tuple[str, int], ...], shared_bytes: int, device: int) -> int:
+    """The handle (CUfunction) of a kernel on a device, loaded: its first launch loads nothing any more.
+
+    files    of this folder, compiled as one, in this order
+    options  macros
+    Raises BuildError: NVRTC or the driver refuses, or their bindings are not installed.
+    """
+    import torch
+
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the device's context is there
+        major, minor = torch.cuda.get_device_capability(device)
+        path, code = compiled(files, options, f"sm_{major}{minor}a")
+        try:
+            return _load(code, name, shared_bytes)
+        except BuildError:
+            path.unlink(missing_ok=True)
+            _, code = compiled(files, options, f"sm_{major}{minor}a")
+            return _load(code, name, shared_bytes)
+
+
+def compiled(files: tuple[str, ...], options: tuple[tuple[str, int], ...], arch: str) -> tuple[pathlib.Path, bytes]:
+    """(where it is kept, the cubin). Needs no device. Raises BuildError."""
+    program, make_options, version = _compiler()
+    source = "".join((_FOLDER / file).read_text(encoding="utf-8") for file in files)
+    digest = hashlib.sha256(repr((source, options, arch, version)).encode()).hexdigest()[:24]
+    path = tables.cache_folder() / "kernels" / f"{pathlib.Path(files[-1]).stem}-{arch}-{digest}.cubin"
+    try:
+        return path, path.read_bytes()
+    except OSError:
+        pass
+    macros = [(key, str(value)) for key, value in options]
+    try:
+        made = program(source, "c++", make_options(arch=arch, std="c++17", define_macro=macros))
+        code = bytes(made.compile("cubin").code)
+    except Exception as error:  # what NVRTC and its bindings raise differs by version
+        raise BuildError(f"NVRTC: {files[-1]}: {error}") from error
+    _keep(path, code)
+    return path, code
+
+
+def _keep(path: pathlib.Path, code: bytes) -> None:
+    """A folder that cannot be written costs a compilation in every process, and nothing else."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(code)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _compiler() -> tuple[Any, Any, str]:
+    """(Program, ProgramOptions, version of NVRTC)"""
+    try:
+        from cuda.bindings import nvrtc
+
+        try:
+            from cuda.core import Program, ProgramOptions
+        except ImportError:  # before cuda.core 1.0
+            from cuda.core.experimental import Program, ProgramOptions
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise BuildError(f"cuda.core: {error}") from error
+    return Program, ProgramOptions, f"{major}.{minor}"
+
+
+def _load(code: bytes, name: str, shared_bytes: int) -> int:
+    library = done(driver().cuLibraryLoadData(code, None, None, 0, None, None, 0))
+    found = done(driver().cuLibraryGetKernel(library, name.encode()))
+    function = done(driver().cuKernelGetFunction(found))  # loads it now
+    done(driver().cuFuncSetAttribute(function, driver().CUfunction_attribute(_SHARED_BYTES), shared_bytes))
+    return int(function)
+
+
+@functools.cache
+def driver() -> Any:
+    """The driver's functions. Raises BuildError: their bindings are not installed."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise BuildError(f"cuda.bindings: {error}") from error
+    return driver
+
+
+def done(results: tuple[Any, ...]) -> Any:
+    """What a driver call returns, without its status. Raises BuildError."""
+    status, *values = results
+    if int(status):
+        raise BuildError(f"the driver: {status.name}")
+    return values[0] if values else None

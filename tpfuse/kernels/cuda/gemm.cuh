@@ -1,0 +1,130 @@
+// The main loop of a persistent, warp-specialised GEMM on Hopper: one warp loads by TMA, two warp groups multiply by wgmma.
+//
+// A [M, K] and B [N, K], both with K contiguous, 16-bit; C in fp32 registers, 64 x BN per warp group. Needs BN, STAGES.
+
+constexpr int BM = 128, BK = 64;
+constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+// A tile of C in shared memory: boxes of 64 columns, rows of 128 bytes, swizzled as the tensor maps say.
+constexpr int BOXES = BN / 64, BOX_BYTES = BM * 128, TILE_BYTES = BOXES * BOX_BYTES;
+constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
+
+// A ring of stages, as the loader and the multipliers go through it.
+struct Stages {
+  uint32_t data, full, empty;  // addresses in shared memory: of the first stage, of its barriers
+  int stage;
+  uint32_t parity;
+
+  INLINE Stages(uint32_t data, uint32_t barriers)
+      : data(data), full(barriers), empty(barriers + 8 * STAGES), stage(0), parity(0) {}
+
+  INLINE void init() {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 2);
+    }
+  }
+
+  INLINE void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+
+  // One thread: all of K for one tile.
+  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int steps) {
+    for (int k = 0; k < steps; k++, next()) {
+      uint32_t to = data + stage * STAGE_BYTES, barrier = full + 8 * stage;
+      barrier_wait(empty + 8 * stage, parity ^ 1);
+      barrier_expect(barrier, STAGE_BYTES);
+      tma_load(to, a, barrier, k * BK, row);
+      tma_load(to + A_BYTES, b, barrier, k * BK, column);
+    }
+  }
+};
+
+// Of a K-major operand with rows of 128 swizzled bytes.
+INLINE uint64_t matrix(uint32_t address) {
+  return (uint64_t)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+#define C8(i) \
+  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define C64(i) C8(i), C8(i + 8), C8(i + 16), C8(i + 24), C8(i + 32), C8(i + 40), C8(i + 48), C8(i + 56)
+#define TEXT_64_A                                                                                                      \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"  \
+  "%61,%62,%63"
+#define TEXT_64_B                                                                                                         \
+  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,"    \
+  "%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117," \
+  "%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
+// c = a @ b (add 0) or c += a @ b (add 1), over 16 of K.
+INLINE void multiply(float* c, uint64_t a, uint64_t b, int add) {
+#if BN == 256
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16." WGMMA_TYPES
+               " {" TEXT_64_A "," TEXT_64_B "}, %128, %129, add, 1, 1, 0, 0; }"
+               : C64(0), C64(64)
+               : "l"(a), "l"(b), "r"(add));
+#else
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16." WGMMA_TYPES
+               " {" TEXT_64_A "}, %64, %65, add, 1, 1, 0, 0; }"
+               : C64(0)
+               : "l"(a), "l"(b), "r"(add));
+#endif
+}
+
+// All threads of one of the two multiplying warp groups: c of one tile. group: 0 or 1, thread: within it.
+INLINE void multiply_tile(float* c, Stages& stages, int steps, int group, int thread) {
+  uint32_t before = 0;
+  for (int k = 0; k < steps; k++, stages.next()) {
+    uint32_t a = stages.data + stages.stage * STAGE_BYTES + group * 64 * BK * 2;
+    uint32_t b = stages.data + stages.stage * STAGE_BYTES + A_BYTES;
+    barrier_wait(stages.full + 8 * stages.stage, stages.parity);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < BK / 16; i++) multiply(c, matrix(a + 32 * i), matrix(b + 32 * i), (k | i) != 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    if (k) {  // the step before has been read now
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      if (thread == 0) barrier_arrive(before);
+    }
+    before = stages.empty + 8 * stages.stage;
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(c[i])::"memory");  // not used before this line
+  if (thread == 0) barrier_arrive(before);
+}
+
+// A thread's 16 bytes in a tile: for columns 16 j to 16 j + 15 of its warp's 16 rows. lane: of the warp, row: its first row.
+INLINE uint32_t tile_address(uint32_t tile, int first_row, int lane, int j) {
+  int row = first_row + (lane & 15);
+  return tile + (j / 4) * BOX_BYTES + row * 128 + ((((j & 3) * 2 + (lane >> 4)) ^ (row & 7)) << 4);
+}
+
+INLINE void tile_load(uint32_t* words, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
+INLINE void tile_store(uint32_t address, const uint32_t* words) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// Where the n-th tile of a matrix of rows x columns tiles lies: groups of `across` rows, column by column, so that what is
+// computed at one time shares operands in the L2 cache.
+struct Place {
+  int row, column;
+};
+
+INLINE Place place(int n, int rows, int columns, int across) {
+  int group = n / (across * columns), first = group * across, height = min(rows - first, across);
+  int rest = n - group * across * columns;
+  return {first + rest % height, rest / height};
+}

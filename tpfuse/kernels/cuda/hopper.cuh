@@ -1,0 +1,155 @@
+// Hopper's instructions by name, and what our kernels share: waiting for a peer with a deadline. Compiled by NVRTC: no headers.
+
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+
+#define INLINE __device__ __forceinline__
+
+struct alignas(64) TensorMap {
+  uint8_t opaque[128];
+};
+
+// In device memory: the abort flag of the group's arena, how long to wait, and where in pinned host memory to say so.
+struct Control {
+  int abort;
+  int unused;
+  uint64_t deadline_ns;
+  int* record;
+};
+
+// -- shared memory -----------------------------------------------------------------------------------------------------
+
+INLINE uint32_t shared_address(const void* pointer) { return (uint32_t)__cvta_generic_to_shared(pointer); }
+
+INLINE void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+INLINE void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+INLINE void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+INLINE void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// -- tensor memory accelerator -----------------------------------------------------------------------------------------
+
+INLINE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row)
+      : "memory");
+}
+
+INLINE void tma_store(const TensorMap* map, uint32_t from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row)
+               : "memory");
+}
+
+INLINE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int column, int row, int plane) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(plane)
+      : "memory");
+}
+
+INLINE void tma_store(const TensorMap* map, uint32_t from, int column, int row, int plane) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row), "r"(plane)
+               : "memory");
+}
+
+INLINE void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until at most LEFT groups are not written yet.
+template <int LEFT>
+INLINE void tma_wait_written() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// Until the shared memory of all groups has been read.
+INLINE void tma_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// -- between ranks -----------------------------------------------------------------------------------------------------
+
+INLINE int load_flag(const int* flag) {
+  int value;
+  asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+
+INLINE void store_flag(int* flag, int value) {
+  asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+INLINE uint64_t now_ns() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+// Until a peer's flag has reached the epoch (which may wrap). False: the arena is dead, now or before.
+INLINE bool wait_for(const int* flag, int epoch, Control* control, int tag) {
+  uint64_t start = 0;
+  for (uint32_t turns = 0; load_flag(flag) - epoch < 0;) {
+    if (++turns & 1023) continue;
+    if (load_flag(&control->abort)) return false;
+    uint64_t now = now_ns();
+    if (!start) start = now;
+    if (now - start < *(volatile uint64_t*)&control->deadline_ns) continue;
+    int* record = control->record;
+    record[1] = tag;
+    record[2] = epoch;
+    __threadfence_system();
+    *(volatile int*)record = 1;
+    store_flag(&control->abort, 1);
+    return false;
+  }
+  return true;
+}
+
+// -- numbers -----------------------------------------------------------------------------------------------------------
+
+#define NOT_A_NUMBER __int_as_float(0x7fffffff)
+
+// Two fp32 rounded to a word of ELEMENT, and back.
+#if ELEMENT == 0  // bf16
+#define WGMMA_TYPES "f32.bf16.bf16"
+INLINE uint32_t pack(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+INLINE float low_of(uint32_t word) { return __uint_as_float(word << 16); }
+INLINE float high_of(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
+#else  // fp16
+#define WGMMA_TYPES "f32.f16.f16"
+INLINE uint32_t pack(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+INLINE float low_of(uint32_t word) {
+  float value;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(value) : "r"(word));
+  return value;
+}
+INLINE float high_of(uint32_t word) {
+  float value;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high; }" : "=f"(value) : "r"(word));
+  return value;
+}
+#endif

@@ -1,0 +1,214 @@
+// GEMM + reduce-scatter in one persistent kernel: tiles of the peers' rows are pushed to them in paced pieces while the next
+// tiles are computed; own tiles add what the peers have sent, in a fixed order, before they are stored.
+//
+// One CTA per multiprocessor, all resident. Warp group 0: warp 0 loads operands, warp 1 moves tiles of C. Groups 1, 2: wgmma.
+// Needs WORLD, BN, STAGES, ELEMENT (0: bf16, 1: fp16), PIECE_ROWS.
+//
+// A call has an epoch, the same on all ranks. Partial sums go to the half of the owner's buffer that the epoch's lowest bit
+// says, once the owner has begun the call before, and so has ended the last one that used this half. A flag per tile and
+// source tells the owner the epoch that has arrived.
+
+constexpr int PEERS = WORLD - 1;
+
+struct Params {
+  TensorMap a, b;          // [M, K], [N, K]
+  TensorMap out;           // [S, N], this rank's rows
+  TensorMap received;      // [2 * PEERS, count, N]: by half, then source
+  TensorMap sent[PEERS];   // the same of rank + 1, rank + 2, ...
+  int* peer_flags[PEERS];  // theirs: as flags
+  int* peer_begun[PEERS];
+  int* flags;              // [PEERS, tiles]: source rank + 1, rank + 2, ...
+  int* begun;              // [PEERS]: epoch of the call that the source has begun
+  int* epoch;              // {of the last call that has ended, CTAs that have ended this one}
+  Control* control;
+  const uint16_t* bias;    // [N] or null
+  int rows, columns, inner, share;  // M, N, K, S
+  int first, count;                 // of each rank's rows, those of this launch
+  int rank, lead, across, pause;    // lead: tiles of peers before own ones are mixed in; pause: clocks between pieces
+  int tag;
+};
+
+// The n-th tile of all in the order of computing: `lead` of the peers', then one of ours after each PEERS of theirs, then the
+// rest of ours. Peers take turns within a tile's place, so that no rank is sent to by all at once.
+// `lead` is a multiple of PEERS. A tile of ours comes after those of the same number at all peers, so no rank waits for what
+// waits for it.
+struct Tile {
+  int own, peer, number;
+};
+
+INLINE Tile tile_at(int n, int tiles, int lead) {
+  int theirs = tiles * PEERS, index = n - lead;
+  if (index < 0) return {0, n % PEERS, n / PEERS};
+  int mixed = (theirs - lead) / PEERS;  // rounds of PEERS of theirs and one of ours
+  if (index < mixed * WORLD) {
+    int round = index / WORLD, turn = index % WORLD;
+    if (turn == PEERS) return {1, 0, round};
+    int t = lead + round * PEERS + turn;
+    return {0, t % PEERS, t / PEERS};
+  }
+  return {1, 0, n - theirs};
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const __grid_constant__ Params p) {
+  extern __shared__ uint8_t memory[];
+  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 4];
+  __shared__ int poisoned;
+  uint32_t data = (shared_address(memory) + 1023) & ~1023u, tile = data + STAGES * STAGE_BYTES;
+  Stages stages(data, shared_address(barriers));
+  // The tile's buffer is free; holds a result; holds a partial sum; and that has been read.
+  uint32_t free = stages.empty + 8 * STAGES, filled = free + 8, arrived = free + 16, added = free + 24;
+  int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  if (threadIdx.x == 0) {
+    stages.init();
+    barrier_init(free, 1);
+    barrier_init(filled, 2);
+    barrier_init(arrived, 1);
+    barrier_init(added, 2);
+    poisoned = 0;
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  int down = (p.count + BM - 1) / BM, across = (p.columns + BN - 1) / BN, tiles = down * across;
+  int steps = (p.inner + BK - 1) / BK, total = tiles * WORLD;
+
+  if (group == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+    if (warp == 0 && lane == 0) {
+      for (int n = blockIdx.x; n < total; n += gridDim.x) {
+        Tile t = tile_at(n, tiles, p.lead);
+        Place at = place(t.number, down, across, p.across);
+        int owner = t.own ? p.rank : (p.rank + 1 + t.peer) % WORLD;
+        stages.load(&p.a, &p.b, owner * p.share + p.first + at.row * BM, at.column * BN, steps);
+      }
+    } else if (warp == 1 && lane == 0) {
+      int epoch = load_flag(p.epoch) + 1, half = epoch & 1;
+      bool dead = load_flag(&p.control->abort), may_push[PEERS];
+      uint32_t filled_parity = 0, added_parity = 0;
+      for (int i = 0; i < PEERS; i++) {
+        may_push[i] = false;
+        // Of rank + 1 + i, this rank is source WORLD - 2 - i.
+        if (blockIdx.x == 0 && !dead) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
+      }
+      for (int n = blockIdx.x; n < total; n += gridDim.x) {
+        Tile t = tile_at(n, tiles, p.lead);
+        Place at = place(t.number, down, across, p.across);
+        int row = at.row * BM, column = at.column * BN;
+        tma_wait_read();
+        if (t.own) {
+          for (int i = 0; i < PEERS; i++) {
+            if (i) {
+              barrier_wait(added, added_parity);
+              added_parity ^= 1;
+            }
+            dead = dead || !wait_for(p.flags + i * tiles + t.number, epoch, p.control, p.tag + ((p.rank + 1 + i) % WORLD << 8));
+            if (dead) {
+              *(volatile int*)&poisoned = 1;
+              barrier_arrive(arrived);
+              continue;
+            }
+            proxy_fence();
+            barrier_expect(arrived, TILE_BYTES);
+            for (int j = 0; j < BOXES; j++)
+              tma_load(tile + j * BOX_BYTES, &p.received, arrived, column + j * 64, row, half * PEERS + i);
+          }
+        } else {
+          barrier_arrive(free);
+        }
+        barrier_wait(filled, filled_parity);
+        filled_parity ^= 1;
+        if (t.own) {
+          for (int j = 0; j < BOXES; j++) tma_store(&p.out, tile + j * BOX_BYTES, column + j * 64, p.first + row);
+          tma_commit();
+          continue;
+        }
+        int source = PEERS - 1 - t.peer;
+        if (!dead && !may_push[t.peer]) {
+          int peer = (p.rank + 1 + t.peer) % WORLD;
+          may_push[t.peer] = wait_for(p.begun + t.peer, epoch - 1, p.control, p.tag + (peer << 8));
+          dead = !may_push[t.peer];
+        }
+        if (dead) continue;
+        // Paced: a burst from all multiprocessors would fill the way to the link, and the operands' loads would queue behind.
+        long long next = clock64();
+        for (int r = 0; r < BM && row + r < p.count; r += PIECE_ROWS) {
+          for (int j = 0; j < BOXES && column + j * 64 < p.columns; j++) {
+            while (clock64() < next) asm volatile("nanosleep.u32 64;");
+            next += p.pause;
+            tma_store(&p.sent[t.peer], tile + j * BOX_BYTES + r * 128, column + j * 64, row + r, half * PEERS + source);
+            tma_commit();
+            tma_wait_written<1>();
+          }
+        }
+        tma_wait_written<0>();
+        proxy_fence();
+        store_flag(p.peer_flags[t.peer] + source * tiles + t.number, epoch);
+      }
+      tma_wait_written<0>();
+      // All have read the epoch before the last one ends, and changes it.
+      if (atomicAdd(p.epoch + 1, 1) == gridDim.x - 1) {
+        *(volatile int*)(p.epoch + 1) = 0;
+        store_flag(p.epoch, epoch);
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
+    int thread = threadIdx.x & 127, first_row = (group - 1) * 64 + thread / 32 * 16;
+    uint32_t free_parity = 0, arrived_parity = 0;
+    float c[BN / 2];
+    for (int n = blockIdx.x; n < total; n += gridDim.x) {
+      Tile t = tile_at(n, tiles, p.lead);
+      Place at = place(t.number, down, across, p.across);
+      multiply_tile(c, stages, steps, group - 1, thread);
+      if (t.own) {
+        for (int i = 0; i < PEERS; i++) {
+          barrier_wait(arrived, arrived_parity);
+          arrived_parity ^= 1;
+#pragma unroll
+          for (int j = 0; j < BN / 16; j++) {
+            uint32_t words[4];
+            tile_load(words, tile_address(tile, first_row, lane, j));
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+              c[8 * j + 2 * k] += low_of(words[k]);
+              c[8 * j + 2 * k + 1] += high_of(words[k]);
+            }
+          }
+          if (i < PEERS - 1) {
+            asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
+            if (thread == 0) barrier_arrive(added);
+          }
+        }
+        bool poison = *(volatile int*)&poisoned;
+        // A thread has rows lane / 4 and that + 8, columns 2 * (lane % 4) and the next, of each 8 x 8 block.
+        int row = p.rank * p.share + p.first + at.row * BM + first_row + lane / 4;
+        bool upper = row < p.rows, lower = row + 8 < p.rows;
+#pragma unroll
+        for (int j = 0; j < BN / 8; j++) {
+          int column = at.column * BN + 8 * j + 2 * (lane & 3);
+          if (p.bias && column < p.columns) {
+            uint32_t words = *(const uint32_t*)(p.bias + column);
+            float left = low_of(words), right = high_of(words);
+            c[4 * j] += upper ? left : 0;
+            c[4 * j + 1] += upper ? right : 0;
+            c[4 * j + 2] += lower ? left : 0;
+            c[4 * j + 3] += lower ? right : 0;
+          }
+          if (poison) c[4 * j] = c[4 * j + 1] = c[4 * j + 2] = c[4 * j + 3] = NOT_A_NUMBER;
+        }
+      } else {
+        barrier_wait(free, free_parity);
+        free_parity ^= 1;
+      }
+#pragma unroll
+      for (int j = 0; j < BN / 16; j++) {
+        uint32_t words[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) words[k] = pack(c[8 * j + 2 * k], c[8 * j + 2 * k + 1]);
+        tile_store(tile_address(tile, first_row, lane, j), words);
+      }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
+      if (thread == 0) barrier_arrive(filled);
+    }
+  }
+}
