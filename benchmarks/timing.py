@@ -252,12 +252,12 @@ def _chain(gemm: Callable[[int], torch.Tensor], run: Callable, residual: torch.T
 def _replayed(
     ranks: Ranks, bodies: Mapping[str, Callable], rounds: int, inner: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    captured = {name: _capture(body, inner) for name, body in bodies.items()}
+    captured = {name: capture(body, inner) for name, body in bodies.items()}
     times = replayed_us({name: graph for name, (graph, _) in captured.items()}, rounds, ranks.device)
     return times, {name: last for name, (_, last) in captured.items()}
 
 
-def _capture(body: Callable[[int], Any], inner: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture(body: Callable[[int], Any], inner: int) -> tuple[torch.cuda.CUDAGraph, Any]:
     for turn in range(WARM_UPS):
         body(turn)
     torch.cuda.synchronize()

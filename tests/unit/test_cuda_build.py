@@ -7,11 +7,15 @@ import itertools
 import pytest
 import torch
 
-from tpfuse.kernels.cuda import build
+from tpfuse.kernels.cuda import all_gather_matmul as gather
+from tpfuse.kernels.cuda import build, gemm
 from tpfuse.kernels.cuda import matmul_reduce_scatter as scatter
+from tpfuse.kernels.cuda.gemm import Tiling
 
 pytest.importorskip("cuda.core")
-OPTIONS = scatter.options_for(2, torch.bfloat16, 128, 6)
+SMALL, LARGE = Tiling(128, 6), Tiling(256, 3)
+MOST_SHARED_BYTES = 227 << 10  # of a block
+OPTIONS = scatter.options(2, torch.bfloat16, SMALL)
 
 
 @pytest.fixture(autouse=True)
@@ -21,25 +25,37 @@ def cache(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_matmul_reduce_scatter_compiles(world):
-    for dtype, (columns, stages) in itertools.product((torch.bfloat16, torch.float16), ((128, 6), (256, 3))):
-        options = scatter.options_for(world, dtype, columns, stages)
-        _, code = build.compiled(scatter._FILES, options, "sm_90a")
-        assert code[:4] == b"\x7fELF" and b"matmul_reduce_scatter" in code
+def test_they_compile(world):
+    every = itertools.product((torch.bfloat16, torch.float16), (SMALL, LARGE))
+    for dtype, cut in every if world == 2 else [(torch.bfloat16, LARGE)]:
+        matrices = 1 if world == 2 else world - 1 if world < 8 else gather.MOST_MATRICES
+        for files, options in (
+            (scatter.FILES, scatter.options(world, dtype, cut)),
+            (gather.FILES, gather.options(world, matrices, dtype, cut)),
+        ):
+            _, code = build.compiled(files, options, "sm_90a")
+            assert code[:4] == b"\x7fELF" and files[-1].removesuffix(".cu").encode() in code
+
+
+def test_they_fit_into_shared_memory():
+    """With the barriers, which are not counted."""
+    for rows, columns, inner in itertools.product((1, 128, 4096), (8, 4096, 8192), (8, 2048, 14336)):
+        assert scatter.tiling(rows, columns, inner).shared_bytes + 1024 <= MOST_SHARED_BYTES
+        assert gather.tiling(rows, columns).shared_bytes + gather._BOUNCE_BYTES + 1024 <= MOST_SHARED_BYTES
 
 
 def test_kept_and_found_again(cache, monkeypatch):
-    path, code = build.compiled(scatter._FILES, OPTIONS, "sm_90a")
+    path, code = build.compiled(scatter.FILES, OPTIONS, "sm_90a")
     assert [*cache.iterdir()] == [path] and path.read_bytes() == code
     monkeypatch.setattr(build, "_compiler", lambda: (None, None, build_version))
-    assert build.compiled(scatter._FILES, OPTIONS, "sm_90a") == (path, code)
+    assert build.compiled(scatter.FILES, OPTIONS, "sm_90a") == (path, code)
 
 
 def test_other_options_are_another_file(cache):
     for arch, stages in (("sm_90a", 6), ("sm_90a", 5), ("sm_100a", 6)):
-        options = scatter.options_for(2, torch.bfloat16, 128, stages)
+        options = scatter.options(2, torch.bfloat16, Tiling(128, stages))
         try:
-            build.compiled(scatter._FILES, options, arch)
+            build.compiled(scatter.FILES, options, arch)
         except build.BuildError:
             assert arch == "sm_100a"  # has no wgmma
     assert len([*cache.iterdir()]) == 2
@@ -47,28 +63,34 @@ def test_other_options_are_another_file(cache):
 
 def test_a_folder_that_cannot_be_written(cache):
     cache.parent.joinpath("kernels").write_text("a file")
-    _, code = build.compiled(scatter._FILES, OPTIONS, "sm_90a")
+    _, code = build.compiled(scatter.FILES, OPTIONS, "sm_90a")
     assert code[:4] == b"\x7fELF"
 
 
 def test_what_does_not_compile_is_told():
     with pytest.raises(build.BuildError, match="NVRTC: matmul_reduce_scatter"):
-        build.compiled(scatter._FILES, (("WORLD", 2),), "sm_90a")
+        build.compiled(scatter.FILES, (("WORLD", 2),), "sm_90a")
 
 
-def test_a_structure_as_the_kernel_has_it():
+def test_structures_as_the_kernels_have_them():
     """Tensor maps first, on 64-byte boundaries; then addresses; then numbers."""
-    for world in (2, 8):
-        kind = scatter._parameters(world)
-        assert kind.sent.offset == 4 * 128 and kind.peer_flags.offset == (4 + world - 1) * 128
-        assert kind.flags.offset == kind.peer_flags.offset + 16 * (world - 1)
-        assert kind.rows.offset == kind.flags.offset + 5 * 8 and kind.tag.offset == kind.rows.offset + 10 * 4
+    for world, peers in ((2, 1), (8, 7)):
+        kind = scatter.parameters(world)
+        assert kind.sent.offset == 4 * 128 and kind.peer_flags.offset == (4 + peers) * 128
+        assert kind.flags.offset == kind.peer_flags.offset + 16 * peers
+        assert kind.rows.offset == kind.flags.offset + 5 * 8 and kind.tag.offset == kind.rows.offset + 11 * 4
+        for matrices in (1, 3):
+            kind = gather.parameters(world, matrices)
+            assert kind.sent.offset == 3 * 128 and kind.peer_counts.offset == (3 + peers + 2 * matrices) * 128
+            assert kind.bias.offset == kind.peer_counts.offset + 16 * peers + 4 * 8
+            assert kind.columns.offset == kind.bias.offset + 8 * matrices
+            assert kind.tag.offset == kind.columns.offset + 4 * (matrices + 7)
 
 
 def test_what_the_kernel_cannot():
-    assert scatter.cannot(64, 512, 512, torch.float32) == "dtype torch.float32"
-    assert "multiples of 8" in scatter.cannot(64, 511, 512, torch.bfloat16)
-    assert scatter.cannot(0, 512, 512, torch.bfloat16) and not scatter.cannot(1, 8, 8, torch.float16)
+    assert gemm.cannot(64, 512, 512, torch.float32) == "dtype torch.float32"
+    assert "multiples of 8" in gemm.cannot(64, 511, 512, torch.bfloat16)
+    assert gemm.cannot(0, 512, 512, torch.bfloat16) and not gemm.cannot(1, 8, 8, torch.float16)
 
 
 build_version = build._compiler()[2]

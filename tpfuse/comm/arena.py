@@ -169,6 +169,7 @@ TAGS = {
     2: ("all_reduce_rms_norm by tpfuse_ring", "ring"),
     3: ("all_reduce by tpfuse_ring", "ring"),
     4: ("matmul_reduce_scatter by tpfuse", ""),
+    5: ("all_gather_matmul by tpfuse", ""),
 }
 
 _arenas: weakref.WeakKeyDictionary[dist.ProcessGroup, Arena | str] = weakref.WeakKeyDictionary()

@@ -2,14 +2,16 @@
 
     header  {int32 epoch of the last call that has ended, int32 CTAs that have ended this one}, then for each source the
             epoch of the call that it has begun
-    flags   int32 each: the epoch that has arrived
-    data    two halves, which the calls take in turn
+    flags   int32 each, some for each source: the epoch that has arrived
+    counts  int32 each, in two halves, some for each source: pieces that have arrived
+    data    in two halves, which the calls take in turn
 
 It stands beside the group's arena, whose control block and order of calls it shares, and like that it never grows or moves.
 """
 
 from __future__ import annotations
 
+import math
 import uuid
 import weakref
 
@@ -20,8 +22,10 @@ from tpfuse.comm.arena import Arena, plain_tensors
 from tpfuse.comm.symmetric import SymmetricMemory
 from tpfuse.errors import first_line
 
-BEGUN_OFFSET, FLAGS_OFFSET, FLAGS = 256, 4096, 1 << 16
-DATA_OFFSET = FLAGS_OFFSET + 4 * FLAGS
+FLAGS, COUNTS = 1 << 16, 1 << 13  # of all sources; of all sources in each half
+BEGUN_OFFSET, FLAGS_OFFSET = 256, 4096
+COUNTS_OFFSET = FLAGS_OFFSET + 4 * FLAGS
+DATA_OFFSET = COUNTS_OFFSET + 8 * COUNTS
 _SUBJECT = "making the workspace of GEMMs"
 
 
@@ -46,6 +50,13 @@ class Workspace:
         bases, rank = self._symmetric.bases, self.arena.rank
         self.base, self.peers = bases[rank], [*bases[rank + 1 :], *bases[:rank]]
         torch.cuda.synchronize(self.arena.device)
+
+    def newest(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A copy of the beginning of the half that the last call on this stream has used."""
+        words = self._symmetric.tensor
+        data = words[DATA_OFFSET // 4 : (DATA_OFFSET + 2 * self.half) // 4].view(dtype).view(2, -1)
+        half = words[:1] & 1  # the epoch is known on the device alone
+        return data[:, : math.prod(shape)].index_select(0, half).view(shape)
 
 
 _workspaces: weakref.WeakKeyDictionary[Arena, Workspace | str] = weakref.WeakKeyDictionary()

@@ -1,10 +1,13 @@
-"""Which kernel computes a GEMM with a collective, and what it cannot do."""
+"""Which kernel computes a GEMM with a collective, and what it cannot do: so far the one that is asked for by name."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from tpfuse.comm import arena, workspace
+from tpfuse.comm.workspace import Workspace
 from tpfuse.errors import ConfigError
 
 NCCL, OWN = "nccl", "tpfuse"
@@ -24,30 +27,50 @@ def matmul_reduce_scatter(
 
     Raises ConfigError: that kernel cannot do this.
     """
-    if kernel is None or kernel == NCCL or not input.numel():
+    if kernel in (None, NCCL) or not input.numel():
         return None
-    why = _own_cannot(group, input, weight, scaled, wire_dtype) if kernel == OWN else f"the kernels are {OWN}, {NCCL}"
-    if why:
-        raise ConfigError(f"kernel {kernel!r} cannot run matmul_reduce_scatter: {why}")
+    why = "scales" if scaled else "" if wire_dtype in (None, input.dtype) else f"partial sums in {wire_dtype}"
+    space = _workspace("matmul_reduce_scatter", kernel, group, input, [weight], why)
     from tpfuse.kernels.cuda import matmul_reduce_scatter as own
 
-    made = arena.of(group)
-    assert not isinstance(made, str)
-    space = workspace.of(made)
-    assert not isinstance(space, str)
     return own.matmul_reduce_scatter(space, input, weight, bias, unit)
 
 
-def _own_cannot(group: str, input: torch.Tensor, weight: torch.Tensor, scaled: bool, wire_dtype: torch.dtype | None) -> str:
-    from tpfuse.kernels.cuda import matmul_reduce_scatter as own
+def all_gather_matmul(
+    kernel: str | None,
+    group: str,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rows: int,
+    biases: Sequence[torch.Tensor | None],
+    scaled: bool,
+    gathered: bool,
+) -> list[torch.Tensor] | None:
+    """As above."""
+    if kernel in (None, NCCL) or not input.numel():
+        return None
+    from tpfuse.kernels.cuda import all_gather_matmul as own
 
-    if scaled or wire_dtype not in (None, input.dtype):
-        return "partial sums in another dtype than the input's"
-    why = own.cannot(input.shape[0], weight.shape[1], input.shape[1], input.dtype)
-    if why:
-        return why
-    made = arena.of(group)
-    if isinstance(made, str):
-        return made
-    space = workspace.of(made)
-    return space if isinstance(space, str) else ""
+    most = own.MOST_MATRICES
+    why = "scales" if scaled else "" if len(weights) <= most else f"more than {most} weights"
+    space = _workspace("all_gather_matmul", kernel, group, input, weights, why)
+    return own.all_gather_matmul(space, input, weights, rows, biases, gathered)
+
+
+def _workspace(
+    op: str, kernel: str | None, group: str, input: torch.Tensor, weights: Sequence[torch.Tensor], why: str
+) -> Workspace:
+    """What our own kernel works in. Raises ConfigError: another was asked for, or it cannot do this."""
+    from tpfuse.kernels.cuda import gemm
+
+    if kernel != OWN:
+        why = f"the kernels are {OWN}, {NCCL}"
+    for weight in weights:
+        why = why or gemm.cannot(input.shape[0], weight.shape[1], input.shape[1], input.dtype)
+    space: Workspace | str = why
+    if not why:
+        made = arena.of(group)
+        space = made if isinstance(made, str) else workspace.of(made)
+    if isinstance(space, str):
+        raise ConfigError(f"kernel {kernel!r} cannot run {op}: {space}")
+    return space

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm import groups
+from tpfuse.kernels import matmul
 from tpfuse.ops import library
 from tpfuse.ops.matmul import check_product, gather_rows, product
 
@@ -54,6 +55,11 @@ def _run(
     kernel_name=None,
     after=None,
 ):
+    if input.is_cuda:
+        scaled = input_scale is not None
+        results = matmul.all_gather_matmul(kernel_name, group, input, weights, rows, biases, scaled, gathered)
+        if results is not None:
+            return results
     return reference(input, weights, group, rows, biases, input_scale, weight_scales, out_dtype, gathered)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -20,14 +21,24 @@ _LEAD_CYCLES = 20_000_000  # the GPU waits so long while the host fills its queu
 
 
 def replayed_us(
-    graphs: Mapping[Key, torch.cuda.CUDAGraph], rounds: int, device: torch.device, group: dist.ProcessGroup | None = None
+    graphs: Mapping[Key, torch.cuda.CUDAGraph],
+    rounds: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    idle_s: float = 0.0,
 ) -> dict[Key, list[float]]:
-    """us of each replay of each graph, round by round, of the slowest rank: the same figures on all. Collective."""
+    """us of each replay of each graph, round by round, of the slowest rank: the same figures on all. Collective.
+
+    idle_s  rest of the GPU before each replay, so that its clocks are not held down by the heat of the one before
+    """
     token = torch.zeros(1, device=device)
     torch.cuda._sleep(_LEAD_CYCLES)
     events: dict[Key, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {key: [] for key in graphs}
     for key in turns(list(graphs), rounds):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if idle_s:
+            torch.cuda.synchronize()
+            time.sleep(idle_s)
         dist.all_reduce(token, group=group)  # lets the ranks start together
         begin.record()
         graphs[key].replay()

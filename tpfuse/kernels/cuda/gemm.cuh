@@ -31,13 +31,16 @@ struct Stages {
     }
   }
 
-  // One thread: all of K for one tile.
-  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int steps) {
+  // One thread: all of K for one tile. plane, half: of A, where it is a buffer that peers write.
+  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int steps, int plane = -1, int half = 0) {
     for (int k = 0; k < steps; k++, next()) {
       uint32_t to = data + stage * STAGE_BYTES, barrier = full + 8 * stage;
       barrier_wait(empty + 8 * stage, parity ^ 1);
       barrier_expect(barrier, STAGE_BYTES);
-      tma_load(to, a, barrier, k * BK, row);
+      if (plane < 0)
+        tma_load(to, a, barrier, k * BK, row);
+      else
+        tma_load(to, a, barrier, k * BK, row, plane, half);
       tma_load(to + A_BYTES, b, barrier, k * BK, column);
     }
   }

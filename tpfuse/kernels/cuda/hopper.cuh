@@ -59,16 +59,24 @@ INLINE void tma_store(const TensorMap* map, uint32_t from, int column, int row) 
                : "memory");
 }
 
-INLINE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int column, int row, int plane) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(plane)
-      : "memory");
-}
-
 INLINE void tma_store(const TensorMap* map, uint32_t from, int column, int row, int plane) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
                "r"(column), "r"(row), "r"(plane)
+               : "memory");
+}
+
+// A plane of one half of a buffer.
+INLINE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int column, int row, int plane, int half) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+          to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(plane), "r"(half)
+      : "memory");
+}
+
+INLINE void tma_store(const TensorMap* map, uint32_t from, int column, int row, int plane, int half) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row), "r"(plane), "r"(half)
                : "memory");
 }
 

@@ -13,11 +13,11 @@ constexpr int PEERS = WORLD - 1;
 struct Params {
   TensorMap a, b;          // [M, K], [N, K]
   TensorMap out;           // [S, N], this rank's rows
-  TensorMap received;      // [2 * PEERS, count, N]: by half, then source
+  TensorMap received;      // [2, PEERS, count, N]: by half, then source
   TensorMap sent[PEERS];   // the same of rank + 1, rank + 2, ...
   int* peer_flags[PEERS];  // theirs: as flags
   int* peer_begun[PEERS];
-  int* flags;              // [PEERS, tiles]: source rank + 1, rank + 2, ...
+  int* flags;              // [PEERS, stride]: source rank + 1, rank + 2, ...; a tile each. The same place in every call
   int* begun;              // [PEERS]: epoch of the call that the source has begun
   int* epoch;              // {of the last call that has ended, CTAs that have ended this one}
   Control* control;
@@ -25,7 +25,7 @@ struct Params {
   int rows, columns, inner, share;  // M, N, K, S
   int first, count;                 // of each rank's rows, those of this launch
   int rank, lead, across, pause;    // lead: tiles of peers before own ones are mixed in; pause: clocks between pieces
-  int tag;
+  int stride, tag;
 };
 
 // The n-th tile of all in the order of computing: `lead` of the peers', then one of ours after each PEERS of theirs, then the
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
               barrier_wait(added, added_parity);
               added_parity ^= 1;
             }
-            dead = dead || !wait_for(p.flags + i * tiles + t.number, epoch, p.control, p.tag + ((p.rank + 1 + i) % WORLD << 8));
+            dead = dead || !wait_for(p.flags + i * p.stride + t.number, epoch, p.control, p.tag + ((p.rank + 1 + i) % WORLD << 8));
             if (dead) {
               *(volatile int*)&poisoned = 1;
               barrier_arrive(arrived);
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
             proxy_fence();
             barrier_expect(arrived, TILE_BYTES);
             for (int j = 0; j < BOXES; j++)
-              tma_load(tile + j * BOX_BYTES, &p.received, arrived, column + j * 64, row, half * PEERS + i);
+              tma_load(tile + j * BOX_BYTES, &p.received, arrived, column + j * 64, row, i, half);
           }
         } else {
           barrier_arrive(free);
@@ -134,14 +134,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
           for (int j = 0; j < BOXES && column + j * 64 < p.columns; j++) {
             while (clock64() < next) asm volatile("nanosleep.u32 64;");
             next += p.pause;
-            tma_store(&p.sent[t.peer], tile + j * BOX_BYTES + r * 128, column + j * 64, row + r, half * PEERS + source);
+            tma_store(&p.sent[t.peer], tile + j * BOX_BYTES + r * 128, column + j * 64, row + r, source, half);
             tma_commit();
             tma_wait_written<1>();
           }
         }
         tma_wait_written<0>();
         proxy_fence();
-        store_flag(p.peer_flags[t.peer] + source * tiles + t.number, epoch);
+        store_flag(p.peer_flags[t.peer] + source * p.stride + t.number, epoch);
       }
       tma_wait_written<0>();
       // All have read the epoch before the last one ends, and changes it.

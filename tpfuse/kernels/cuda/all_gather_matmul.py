@@ -1,0 +1,131 @@
+"""All-gather + GEMMs by our own kernel: tensors as it needs them, tiles and pace by size, then launched.
+
+M  rows     K  inner dimension     N  columns     S  rows of one rank
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tpfuse.comm.workspace import BEGUN_OFFSET, COUNTS, COUNTS_OFFSET, DATA_OFFSET, Workspace
+from tpfuse.kernels.cuda import build
+from tpfuse.kernels.cuda.gemm import BOX, STEP, THREADS, TILE_ROWS, Tiling, by_rows, operand, vector
+from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
+
+FILES = ("hopper.cuh", "gemm.cuh", "all_gather_matmul.cu")
+MOST_MATRICES = 4
+_PIECE_ROWS = 64
+_BOUNCE_BYTES = 2 * _PIECE_ROWS * STEP * 2
+_TAG = 5  # comm/arena.py TAGS
+
+
+def tiling(rows: int, columns: int) -> Tiling:
+    """By rule of thumb, for ``rows`` of a rank and all columns: small tiles where there are few."""
+    return Tiling(128, 5, pace=0.7) if rows * columns <= 512 * 4096 else Tiling(pace=0.7)
+
+
+def all_gather_matmul(
+    workspace: Workspace,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rows: int,
+    biases: Sequence[torch.Tensor | None],
+    gathered: bool = False,
+    *,
+    cut: Tiling | None = None,
+) -> list[torch.Tensor]:
+    """The operation of ``tpfuse.ops.all_gather_matmul`` (see there), on what ``gemm.cannot`` has nothing against.
+
+    Where the peers' rows do not fit into half of the workspace at once, it is done in parts. Raises BuildError.
+    """
+    arena, dtype = workspace.arena, input.dtype
+    share, inner = input.shape
+    columns = [weight.shape[1] for weight in weights]
+    cut = cut or tiling(share, sum(columns))
+    a, bs, added = by_rows(input), [by_rows(weight.t()) for weight in weights], [vector(bias) for bias in biases]
+    outs = [torch.empty((arena.world * share, n), dtype=dtype, device=input.device) for n in columns]
+    whole = torch.empty((arena.world, share, inner), dtype=dtype, device=input.device) if gathered else None
+    most = most_rows(workspace, inner, dtype)
+    kernel, shared_bytes = _kernel(arena.world, len(weights), dtype, cut, arena.device.index)
+    stream = arena.enter()
+    for first in range(0, share, most):
+        count = min(most, share - first)
+        tiles = sum(cut.tiles(count, n) for n in columns) * arena.world
+        blocks = min(arena.multiprocessors, tiles)
+        made = Parameters(parameters(arena.world, len(weights)))
+        _fill(made.fields, workspace, (a, bs, outs, added), (share, first, count), cut, tiles)
+        made.launch(kernel, blocks, THREADS, shared_bytes, stream)
+        if whole is not None:
+            arrived = workspace.newest(dtype, (arena.world - 1, count, inner))
+            whole[arena.rank, first : first + count] = a[first : first + count]
+            for number in range(arena.world - 1):
+                whole[(arena.rank + 1 + number) % arena.world, first : first + count] = arrived[number]
+    results = [out[:rows] for out in outs]
+    return results if whole is None else [*results, whole.view(-1, inner)[:rows]]
+
+
+def most_rows(workspace: Workspace, inner: int, dtype: torch.dtype) -> int:
+    """Rows of a rank in one launch: by the room for the peers' rows, and for a count per block of rows."""
+    peers = workspace.arena.world - 1
+    rows = min(workspace.half // (peers * inner * dtype.itemsize) // TILE_ROWS, COUNTS // peers) * TILE_ROWS
+    assert rows, "a row of tiles does not fit into the workspace"
+    return rows
+
+
+def _fill(
+    fields: Any, workspace: Workspace, tensors: tuple[Any, ...], part: tuple[int, int, int], cut: Tiling, tiles: int
+) -> None:
+    a, bs, outs, biases = tensors
+    inner, (share, first, count) = a.shape[1], part
+    arena, peers, dtype, item = workspace.arena, workspace.arena.world - 1, a.dtype, a.element_size()
+    fields.a, fields.piece = operand(a, first + count, TILE_ROWS), operand(a, first + count, _PIECE_ROWS)
+    planes, pitches = (inner, count, peers, 2), (inner * item, count * inner * item, workspace.half)
+    fields.gathered = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (STEP, TILE_ROWS, 1, 1))
+    for number, peer in enumerate(workspace.peers):
+        fields.sent[number] = tensor_map(peer + DATA_OFFSET, dtype, planes, pitches, (STEP, _PIECE_ROWS, 1, 1))
+        fields.peer_counts[number], fields.peer_begun[number] = peer + COUNTS_OFFSET, peer + BEGUN_OFFSET
+    for number, (b, out) in enumerate(zip(bs, outs, strict=True)):
+        columns, bias = b.shape[0], biases[number] if biases else None
+        fields.b[number], fields.columns[number] = operand(b, columns, cut.columns), columns
+        sizes, steps = (columns, first + count, arena.world), (columns * item, share * columns * item)
+        fields.out[number] = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, TILE_ROWS, 1))
+        fields.bias[number] = 0 if bias is None else bias.data_ptr()
+    fields.counts, fields.begun = workspace.base + COUNTS_OFFSET, workspace.base + BEGUN_OFFSET
+    fields.epoch, fields.control = workspace.base, arena.control
+    fields.inner, fields.first, fields.count = inner, first, count
+    fields.rank, fields.across = arena.rank, cut.across
+    pieces = -(-count // _PIECE_ROWS) * -(-inner // STEP) * peers
+    # What is sent should have gone by the time that the last rank's rows are begun.
+    fields.pause = int(cut.pace * cut.clocks(inner) * tiles * peers / arena.world / max(1, pieces))
+    fields.stride, fields.tag = COUNTS // peers, _TAG
+
+
+@functools.cache
+def parameters(world: int, matrices: int) -> type[ctypes.Structure]:
+    """``Params`` of the kernel."""
+    address, number, peers = ctypes.c_uint64, ctypes.c_int32, world - 1
+    maps: list[tuple[str, Any]] = [(name, TensorMap) for name in ("a", "piece", "gathered")]
+    maps += [("sent", TensorMap * peers), ("b", TensorMap * matrices), ("out", TensorMap * matrices)]
+    addresses: list[tuple[str, Any]] = [(name, address * peers) for name in ("peer_counts", "peer_begun")]
+    addresses += [(name, address) for name in ("counts", "begun", "epoch", "control")]
+    addresses += [("bias", address * matrices)]
+    numbers: list[tuple[str, Any]] = [("columns", number * matrices)]
+    names = ("inner", "first", "count", "rank", "across", "pause", "stride", "tag")
+    return type("Params", (ctypes.Structure,), {"_fields_": (*maps, *addresses, *numbers, *((n, number) for n in names))})
+
+
+def options(world: int, matrices: int, dtype: torch.dtype, cut: Tiling) -> tuple[tuple[str, int], ...]:
+    return *cut.options(world, dtype), ("MATRICES", matrices)
+
+
+def _kernel(world: int, matrices: int, dtype: torch.dtype, cut: Tiling, device: int) -> tuple[int, int]:
+    """(the kernel, bytes of shared memory that it needs). Raises BuildError."""
+    shared_bytes = cut.shared_bytes + _BOUNCE_BYTES
+    return build.kernel(
+        FILES, "all_gather_matmul", options(world, matrices, dtype, cut), shared_bytes, device
+    ), shared_bytes

@@ -1,0 +1,79 @@
+"""What our GEMM kernels need on the host: operands as the tensor memory accelerator wants them, tiles, and options.
+
+M  rows     K  inner dimension     N  columns
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tpfuse.kernels.cuda.launch import TensorMap, tensor_map
+
+ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
+TILE_ROWS, STEP, BOX = 128, 64, 64  # BM, BK and the columns of a box in gemm.cuh
+THREADS = 384
+_ALIGNMENT = 8  # elements of 16 bytes
+_FLOP_PER_CLOCK = 4096  # of one multiprocessor, 16-bit
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How the work is cut.
+
+    columns  of a tile, 128 or 256; stages: of its operands in shared memory
+    across   rows of tiles that are computed together, for the L2 cache
+    lead     reduce-scatter: tiles of the peers, per multiprocessor, before own ones are mixed in; None: all of them
+    pace     pause between pieces that are sent, as a share of what would spread them over the time there is
+    """
+
+    columns: int = 256
+    stages: int = 3
+    across: int = 8
+    lead: int | None = None
+    pace: float = 0.8
+
+    @property
+    def shared_bytes(self) -> int:
+        """For operands and one tile of the result, aligned."""
+        return self.stages * (TILE_ROWS + self.columns) * STEP * 2 + TILE_ROWS * self.columns * 2 + 1024
+
+    def tiles(self, rows: int, columns: int) -> int:
+        return -(-rows // TILE_ROWS) * -(-columns // self.columns)
+
+    def clocks(self, inner: int) -> float:
+        """Of a multiprocessor, for one tile."""
+        return 2 * TILE_ROWS * self.columns * inner / _FLOP_PER_CLOCK
+
+    def options(self, world: int, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+        """Macros that every kernel is compiled with."""
+        return ("WORLD", world), ("ELEMENT", ELEMENTS[dtype]), ("BN", self.columns), ("STAGES", self.stages)
+
+
+def cannot(rows: int, columns: int, inner: int, dtype: torch.dtype) -> str:
+    """Why a kernel cannot do this, wherever; "" if it can."""
+    if dtype not in ELEMENTS:
+        return f"dtype {dtype}"
+    if columns % _ALIGNMENT or inner % _ALIGNMENT:
+        return f"K = {inner} and N = {columns} must be multiples of {_ALIGNMENT}"
+    return "" if rows and columns and inner else "nothing to compute"
+
+
+def by_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """With its last dimension contiguous and rows on 16-byte boundaries: a copy where it is not."""
+    fits = matrix.stride(1) == 1 and not matrix.stride(0) % _ALIGNMENT and not matrix.data_ptr() % 16
+    return matrix if fits and matrix.stride(0) >= matrix.shape[1] else matrix.contiguous()
+
+
+def vector(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Contiguous and on a 16-byte boundary: a copy where it is not."""
+    if tensor is None or (tensor.is_contiguous() and not tensor.data_ptr() % 16):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def operand(matrix: torch.Tensor, rows: int, box_rows: int) -> TensorMap:
+    """The first ``rows`` rows of a matrix that ``by_rows`` has nothing against, K along."""
+    pitch = matrix.stride(0) * matrix.element_size()
+    return tensor_map(matrix.data_ptr(), matrix.dtype, (matrix.shape[1], rows), (pitch,), (STEP, box_rows))
