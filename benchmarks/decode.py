@@ -16,7 +16,6 @@ also times mode "default" by the wall clock, plain over applied.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import pathlib
 import statistics
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import LIMIT, RESULTS, Budget, Ranks, commit, launch, limit_us
+from timing import LIMIT, RESULTS, Budget, Ranks, commit, launch, limit_us, write_rows
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -288,20 +287,11 @@ def main() -> None:
             suffix = "" if captured else "_uncaptured"
             rows += [(batch, *common, name + suffix, f"{us:.1f}", commit()) for name, us in times.items()]
             if ranks.rank == 0:
-                _write(args.out, rows)
+                write_rows(args.out, FIELDS, rows)
         models.clear()
         return 0
 
     launch(run)
-
-
-def _write(path: str | pathlib.Path, rows: list[tuple]) -> None:
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(FIELDS)
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

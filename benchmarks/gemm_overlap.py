@@ -18,15 +18,13 @@ counted with at most what there was to win.
 from __future__ import annotations
 
 import argparse
-import csv
-import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import LIMIT, RESULTS, WIRE_BYTES_PER_US, Budget, Ranks, capture, commit, launch
+from timing import LIMIT, RESULTS, WIRE_BYTES_PER_US, Budget, Ranks, capture, commit, launch, write_rows
 
 from tpfuse import ops
 from tpfuse.tuner.timing import replayed_us
@@ -140,7 +138,7 @@ def main() -> None:
             ranks.say(f"{model} {layer} M={m} N={n} K={k}: {figures}; score {scores} [{budget.elapsed()}]")
             rows += [(op, m, n, k, *common, name, f"{us:.2f}", commit()) for name, us in times.items()]
             if ranks.rank == 0:
-                _write(args.out, rows)
+                write_rows(args.out, FIELDS, rows)
         for op in (SCATTER, GATHER):
             for name in args.candidates:
                 ranks.say(_summary(op, name, [times for o, m, times in measured if o == op and m >= LEAST_SCORED_ROWS]))
@@ -157,15 +155,6 @@ def _summary(op: str, name: str, sizes: list[dict[str, float]]) -> str:
     won = sum(min(t["nccl"] - t[name], t["nccl"] - t[LIMIT]) for t in scored)
     worst = min(t["nccl"] / t[name] for t in sizes if name in t)
     return f"{op}, {name}: {won / there:.3f} of what there was to win over {len(scored)} sizes; at worst {worst:.3f}x nccl"
-
-
-def _write(path: str | pathlib.Path, rows: list[tuple]) -> None:
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(FIELDS)
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

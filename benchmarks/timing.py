@@ -321,6 +321,16 @@ class Writer:
             self.file.flush()
 
 
+def write_rows(path: str | os.PathLike, fields: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A results file that is written anew each time: what is measured is on disk if the benchmark is ended."""
+    there = pathlib.Path(path)
+    there.parent.mkdir(parents=True, exist_ok=True)
+    with open(there, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(fields)
+        writer.writerows(rows)
+
+
 def commit() -> str:
     """The commit that runs, as far as it can be known: TPFUSE_COMMIT, else git's."""
     if os.environ.get("TPFUSE_COMMIT"):

@@ -63,19 +63,7 @@ def _run(
     return reference(input, weights, group, rows, biases, input_scale, weight_scales, out_dtype, gathered)
 
 
-def _fake(
-    input,
-    weights,
-    group,
-    rows,
-    biases,
-    input_scale,
-    weight_scales,
-    out_dtype=None,
-    gathered=False,
-    kernel_name=None,
-    after=None,
-):
+def _fake(input, weights, group, rows, biases, input_scale, weight_scales, out_dtype=None, gathered=False, *rest):
     dtype = out_dtype or input.dtype
     results = [torch.empty((rows, w.shape[1]), dtype=dtype, device=input.device) for w in weights]
     return [*results, input.new_empty((rows, input.shape[1]))] if gathered else results

@@ -66,17 +66,7 @@ def _run(
 
 
 def _fake(
-    input,
-    weight,
-    group,
-    bias=None,
-    input_scale=None,
-    weight_scale=None,
-    out_dtype=None,
-    wire_dtype=None,
-    unit=1,
-    kernel_name=None,
-    after=None,
+    input, weight, group, bias=None, input_scale=None, weight_scale=None, out_dtype=None, wire_dtype=None, unit=1, *rest
 ):
     rows = shard_rows(input.shape[0], groups.size(group), unit)
     return torch.empty((rows, weight.shape[1]), dtype=out_dtype or input.dtype, device=input.device)

@@ -1,0 +1,109 @@
+"""The order in which our CUDA kernels compute tiles, by the kernels' own functions, compiled for the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+import tpfuse.kernels.cuda
+
+FOLDER = pathlib.Path(tpfuse.kernels.cuda.__file__).parent
+COMPILER = shutil.which("g++") or shutil.which("c++")
+_HEAD = """
+#include <algorithm>
+using std::min;
+#define INLINE static inline
+constexpr int BM = 128, BK = 64, BN = 256;
+"""
+_SCATTER = """
+extern "C" void order(int count, int tiles, int lead, int down, int across, int* out) {
+  for (int n = 0; n < count; n++) {
+    Tile t = tile_at(n, tiles, lead);
+    Place at = place(t.number, down, tiles / down, across);
+    int row[5] = {t.own, t.peer, t.number, at.row, at.column};
+    for (int i = 0; i < 5; i++) out[5 * n + i] = row[i];
+  }
+}
+"""
+_GATHER = """
+extern "C" void order(int count, int down, int per_rank, const int* columns, int across, int* out) {
+  Params p;
+  for (int m = 0; m < MATRICES; m++) p.columns[m] = columns[m];
+  p.across = across;
+  for (int n = 0; n < count; n++) {
+    Tile t = tile_at(p, n, down, per_rank);
+    int row[4] = {t.source, t.matrix, t.row, t.column};
+    for (int i = 0; i < 4; i++) out[4 * n + i] = row[i];
+  }
+}
+"""
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def part(file: str, start: str, end: str | None = None) -> str:
+    text = (FOLDER / file).read_text()
+    first = text.index(start)
+    return text[first : text.index(end, first) if end else None]
+
+
+def build(tmp_path: pathlib.Path, name: str, source: str, **macros: int) -> ctypes.CDLL:
+    file, library = tmp_path / f"{name}.cpp", tmp_path / f"{name}.so"
+    constants = "".join(f"constexpr int {key} = {value};\n" for key, value in macros.items())
+    file.write_text(_HEAD + constants + part("gemm.cuh", "struct Place") + source)
+    subprocess.run([str(COMPILER), "-shared", "-fPIC", "-std=c++17", "-o", str(library), str(file)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def rows_of(out: ctypes.Array, width: int) -> list[tuple[int, ...]]:
+    return [*zip(*[iter(out)] * width, strict=True)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_reduce_scatter(tmp_path, world):
+    """Every tile once; an own one after those of the same number for all peers, and after the lead."""
+    source = part("matmul_reduce_scatter.cu", "struct Tile", 'extern "C"') + _SCATTER
+    library = build(tmp_path, "scatter", source, WORLD=world, PEERS=world - 1)
+    for down, columns, across in itertools.product((1, 3, 8, 13), (1, 5, 8), (1, 4, 8)):
+        tiles = down * columns
+        theirs = tiles * (world - 1)
+        for lead in {0, world - 1, 5 * (world - 1), theirs}:
+            if lead > theirs:
+                continue
+            out = (ctypes.c_int * (5 * tiles * world))()
+            library.order(tiles * world, tiles, lead, down, across, out)
+            order = rows_of(out, 5)
+            assert len({(own, own or peer, number) for own, peer, number, *_ in order}) == tiles * world
+            assert {(row, column) for *_, row, column in order} == {*itertools.product(range(down), range(columns))}
+            place = {(own, -1 if own else peer, number): n for n, (own, peer, number, *_) in enumerate(order)}
+            for number in range(tiles):
+                sent = [place[0, peer, number] for peer in range(world - 1)]
+                assert max(sent) < place[1, -1, number]
+            assert all(own == 0 for own, *_ in order[:lead])
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_all_gather(tmp_path, world):
+    """This rank's rows, then those of the rank before, and so on; every tile of every matrix once."""
+    source = (
+        "struct Params { int columns[MATRICES], across; };\n"
+        + part("all_gather_matmul.cu", "struct Tile", "INLINE int pieces_of")
+        + _GATHER
+    )
+    library = build(tmp_path, "gather", source, WORLD=world, PEERS=world - 1, MATRICES=3)
+    for down, across, columns in itertools.product((1, 5), (1, 8), ((256, 8, 700), (2048, 256, 256), (8, 8, 8))):
+        wide = [-(-n // 256) for n in columns]
+        per_rank = down * sum(wide)
+        out = (ctypes.c_int * (4 * per_rank * world))()
+        library.order(per_rank * world, down, per_rank, (ctypes.c_int * 3)(*columns), across, out)
+        order = rows_of(out, 4)
+        for turn in range(world):
+            mine = order[turn * per_rank : (turn + 1) * per_rank]
+            assert {source for source, *_ in mine} == {-1 if turn == 0 else world - 1 - turn}
+            every = {(m, row, column) for m in range(3) for row in range(down) for column in range(wide[m])}
+            assert {(m, row, column) for _, m, row, column in mine} == every and len(mine) == len(every)
