@@ -5,11 +5,16 @@ M  rows     K  inner dimension, sharded over ranks     N  columns
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 from tpfuse.comm import groups
+from tpfuse.errors import ConfigError
+from tpfuse.kernels import matmul
 from tpfuse.ops import library
+from tpfuse.ops.all_reduce import OP as all_reduce_op
 from tpfuse.ops.all_reduce import reference as all_reduce_reference
 from tpfuse.ops.matmul import check_product, product
 
@@ -25,16 +30,31 @@ def reference(
     weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
+    sum_over_ranks: Callable[[torch.Tensor, str], torch.Tensor] = all_reduce_reference,
 ) -> torch.Tensor:
-    """What the operation means, as a product and a functional collective."""
+    """What the operation means, as a product and a functional collective, or another way to sum."""
     dtype = out_dtype or input.dtype
     partial = product(input, weight, input_scale, weight_scale, wire_dtype or dtype)
-    total = all_reduce_reference(partial, group).to(dtype)
+    total = sum_over_ranks(partial, group).to(dtype)
     return total if bias is None else total + bias
 
 
-def _run(*arguments):
-    return reference(*arguments[:8])  # there is no kernel yet that could be asked for
+def _run(
+    input,
+    weight,
+    group,
+    bias=None,
+    input_scale=None,
+    weight_scale=None,
+    out_dtype=None,
+    wire_dtype=None,
+    kernel_name=None,
+    after=None,
+):
+    arguments = (input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype)
+    if kernel_name not in (None, matmul.NCCL):
+        raise ConfigError(f"kernel {kernel_name!r} cannot run {NAME}: the only one is {matmul.NCCL}")
+    return reference(*arguments, *(() if kernel_name == matmul.NCCL else (all_reduce_op,)))
 
 
 def _fake(input, weight, group, bias=None, input_scale=None, weight_scale=None, out_dtype=None, *rest):
@@ -74,7 +94,7 @@ def matmul_all_reduce(
                   FP8: fp32, one number each, or [..., 1] and [1, N]; the product is multiplied by both
     out_dtype     dtype of the result: with FP8 needed, else the input's
     wire_dtype    dtype in which partial sums travel, None: the result's; torch.float32 for less rounding
-    kernel        name of the kernel to use on CUDA, None: the one that is measured fastest for this size
+    kernel        "nccl", or None: the sum by the all-reduce that is measured fastest for its size
     returns       [..., N], replicated
 
     Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
