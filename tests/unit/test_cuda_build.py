@@ -47,6 +47,8 @@ def test_they_fit_into_shared_memory():
 def test_kept_and_found_again(cache, monkeypatch):
     path, code = build.compiled(scatter.FILES, OPTIONS, "sm_90a")
     assert [*cache.iterdir()] == [path] and path.read_bytes() == code
+    path.write_bytes(b"not what was compiled")
+    assert build.compiled(scatter.FILES, OPTIONS, "sm_90a", anew=True) == (path, code) and path.read_bytes() == code
     monkeypatch.setattr(build, "_compiler", lambda: (None, None, build_version))
     assert build.compiled(scatter.FILES, OPTIONS, "sm_90a") == (path, code)
 
@@ -73,7 +75,7 @@ def test_what_does_not_compile_is_told():
 
 
 def test_structures_as_the_kernels_have_them():
-    """Tensor maps first, on 64-byte boundaries; then addresses; then numbers."""
+    """Tensor maps first, on their boundaries; then addresses; then numbers."""
     for world, peers in ((2, 1), (8, 7)):
         kind = scatter.parameters(world)
         assert kind.sent.offset == 4 * 128 and kind.peer_flags.offset == (4 + peers) * 128
@@ -85,6 +87,16 @@ def test_structures_as_the_kernels_have_them():
             assert kind.bias.offset == kind.peer_counts.offset + 16 * peers + 4 * 8
             assert kind.columns.offset == kind.bias.offset + 8 * matrices
             assert kind.tag.offset == kind.columns.offset + 4 * (matrices + 7)
+
+
+def test_operands_are_copied_where_they_have_to_be():
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    assert gemm.by_rows(x) is x and gemm.by_rows(x[:, :32]).data_ptr() == x.data_ptr()
+    for odd in (x.flatten()[1:65].view(1, 64), x[:, :1].t(), x.t(), x[:, 1:9], torch.zeros(4, 65, dtype=x.dtype)[:, :64]):
+        fit = gemm.by_rows(odd)
+        assert fit.data_ptr() % 16 == 0 and fit.stride(1) == 1 and fit.stride(0) % 8 == 0 and torch.equal(fit, odd)
+    assert gemm.vector(None) is None and gemm.vector(x[0]).data_ptr() == x.data_ptr()
+    assert gemm.vector(x[0, 1:9]).data_ptr() % 16 == 0
 
 
 def test_what_the_kernel_cannot():

@@ -92,6 +92,7 @@ class Arena:
         self._last: torch.cuda.Stream | None = None
         self.failure = ""
         self.plans: dict[tuple, Any] = {}  # what kernels want to keep for as long as the arena lives
+        self.workspace: Any = None  # of GEMMs: see workspace.py
         self.alone = Alone(device)
 
     def connect(self, group: dist.ProcessGroup, name: str, timeout_s: float) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import uuid
-import weakref
 
 import torch
 
@@ -41,6 +40,7 @@ class Workspace:
         """Only the part that cannot hang."""
         self.arena = arena
         self._symmetric = SymmetricMemory(arena.device, size)
+        self.kernels: dict[tuple, int] = {}  # that all ranks have built
         self.half = (size - DATA_OFFSET) // 2 // 1024 * 1024
 
     def connect(self, name: str) -> None:
@@ -59,17 +59,14 @@ class Workspace:
         return data[:, : math.prod(shape)].index_select(0, half).view(shape)
 
 
-_workspaces: weakref.WeakKeyDictionary[Arena, Workspace | str] = weakref.WeakKeyDictionary()
-
-
 def of(arena: Arena) -> Workspace | str:
     """The workspace of a group, as large as its arena, or why it has none. The first call is collective."""
-    found = _workspaces.get(arena)
+    found = arena.workspace
     if found is None:
         if torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured: call once before"
         with plain_tensors():
-            found = _workspaces[arena] = _make(arena)
+            found = arena.workspace = _make(arena)
     return found
 
 

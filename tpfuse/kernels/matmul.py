@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,10 +29,15 @@ def matmul_reduce_scatter(
     """
     if kernel in (None, NCCL) or not input.numel():
         return None
-    why = "scales" if scaled else "" if wire_dtype in (None, input.dtype) else f"partial sums in {wire_dtype}"
-    space = _workspace("matmul_reduce_scatter", kernel, group, input, [weight], why)
     from tpfuse.kernels.cuda import matmul_reduce_scatter as own
 
+    def room(space: Workspace) -> int:
+        rows, inner = input.shape
+        cut = own.tiling(-(-rows // space.arena.world), weight.shape[1], inner)
+        return own.most_rows(space, weight.shape[1], input.dtype, cut)
+
+    why = "scales" if scaled else "" if wire_dtype in (None, input.dtype) else f"partial sums in {wire_dtype}"
+    space = _workspace("matmul_reduce_scatter", kernel, group, input, [weight], why, room)
     return own.matmul_reduce_scatter(space, input, weight, bias, unit)
 
 
@@ -53,14 +58,24 @@ def all_gather_matmul(
 
     most = own.MOST_MATRICES
     why = "scales" if scaled else "" if len(weights) <= most else f"more than {most} weights"
-    space = _workspace("all_gather_matmul", kernel, group, input, weights, why)
+    room = lambda space: own.most_rows(space, input.shape[1], input.dtype)  # noqa: E731
+    space = _workspace("all_gather_matmul", kernel, group, input, weights, why, room)
     return own.all_gather_matmul(space, input, weights, rows, biases, gathered)
 
 
 def _workspace(
-    op: str, kernel: str | None, group: str, input: torch.Tensor, weights: Sequence[torch.Tensor], why: str
+    op: str,
+    kernel: str | None,
+    group: str,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    why: str,
+    room: Callable[[Workspace], int],
 ) -> Workspace:
-    """What our own kernel works in. Raises ConfigError: another was asked for, or it cannot do this."""
+    """What our own kernel works in. Raises ConfigError: another was asked for, or it cannot do this.
+
+    why   a reason that is known already; room: rows that fit into a workspace
+    """
     from tpfuse.kernels.cuda import gemm
 
     if kernel != OWN:
@@ -71,6 +86,8 @@ def _workspace(
     if not why:
         made = arena.of(group)
         space = made if isinstance(made, str) else workspace.of(made)
+        if not isinstance(space, str) and not room(space):
+            space = f"its workspace of {space.arena.bytes >> 20} MiB has no room for a row of tiles (workspace_mb)"
     if isinstance(space, str):
         raise ConfigError(f"kernel {kernel!r} cannot run {op}: {space}")
     return space

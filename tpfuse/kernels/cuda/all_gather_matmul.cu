@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __g
     poisoned = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  int epoch = load_flag(p.epoch) + 1, half = epoch & 1;  // by all threads, before any of this CTA ends the call
+  int ended = load_flag(p.epoch), epoch = after(ended), half = epoch & 1;  // by all threads, before any of this CTA ends the call
   __syncthreads();
   int down = (p.count + BM - 1) / BM, steps = (p.inner + BK - 1) / BK, per_rank = 0;
   for (int m = 0; m < MATRICES; m++) per_rank += down * ((p.columns[m] + BN - 1) / BN);
@@ -135,13 +135,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __g
         for (int i = 0; i < PEERS; i++) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
       int wide = (p.inner + BK - 1) / BK, high = (p.count + PIECE_ROWS - 1) / PIECE_ROWS, turn = 0;
       uint32_t fetched_parity = 0;
-      long long next = clock64();
       for (int i = 0; i < PEERS && !dead; i++) {
         // Of rank + 1 + i, this rank is source WORLD - 2 - i.
         int source = PEERS - 1 - i, peer = (p.rank + 1 + i) % WORLD;
         int* counts = p.peer_counts[i] + (half * PEERS + source) * p.stride;
         int before = -1, last = -1;  // blocks of the pieces that are still on their way
-        dead = !wait_for(p.begun + i, epoch - 1, p.control, p.tag + (peer << 8));
+        dead = !wait_for(p.begun + i, ended, p.control, p.tag + (peer << 8));
+        long long next = clock64();
         for (int n = blockIdx.x; n < wide * high && !dead; n += gridDim.x, turn++) {
           int row = n / wide * PIECE_ROWS, column = n % wide * BK;
           uint32_t buffer = bounce + (turn & 1) * PIECE_BYTES;

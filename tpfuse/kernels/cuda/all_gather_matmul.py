@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from tpfuse.comm.workspace import BEGUN_OFFSET, COUNTS, COUNTS_OFFSET, DATA_OFFSET, Workspace
-from tpfuse.kernels.cuda import build
-from tpfuse.kernels.cuda.gemm import BOX, STEP, THREADS, TILE_ROWS, Tiling, by_rows, operand, vector
+from tpfuse.kernels.cuda.gemm import BOX, STEP, THREADS, TILE_ROWS, Tiling, by_rows, kernel_of, operand, vector
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
 
 FILES = ("hopper.cuh", "gemm.cuh", "all_gather_matmul.cu")
@@ -51,7 +50,8 @@ def all_gather_matmul(
     outs = [torch.empty((arena.world * share, n), dtype=dtype, device=input.device) for n in columns]
     whole = torch.empty((arena.world, share, inner), dtype=dtype, device=input.device) if gathered else None
     most = most_rows(workspace, inner, dtype)
-    kernel, shared_bytes = _kernel(arena.world, len(weights), dtype, cut, arena.device.index)
+    shared_bytes = cut.shared_bytes + _BOUNCE_BYTES
+    kernel = kernel_of(workspace, FILES, options(arena.world, len(weights), dtype, cut), shared_bytes)
     stream = arena.enter()
     for first in range(0, share, most):
         count = min(most, share - first)
@@ -70,11 +70,9 @@ def all_gather_matmul(
 
 
 def most_rows(workspace: Workspace, inner: int, dtype: torch.dtype) -> int:
-    """Rows of a rank in one launch: by the room for the peers' rows, and for a count per block of rows."""
+    """Rows of a rank in one launch, maybe none: by the room for the peers' rows, and for a count per block of rows."""
     peers = workspace.arena.world - 1
-    rows = min(workspace.half // (peers * inner * dtype.itemsize) // TILE_ROWS, COUNTS // peers) * TILE_ROWS
-    assert rows, "a row of tiles does not fit into the workspace"
-    return rows
+    return min(workspace.half // (peers * inner * dtype.itemsize) // TILE_ROWS, COUNTS // peers) * TILE_ROWS
 
 
 def _fill(
@@ -121,11 +119,3 @@ def parameters(world: int, matrices: int) -> type[ctypes.Structure]:
 
 def options(world: int, matrices: int, dtype: torch.dtype, cut: Tiling) -> tuple[tuple[str, int], ...]:
     return *cut.options(world, dtype), ("MATRICES", matrices)
-
-
-def _kernel(world: int, matrices: int, dtype: torch.dtype, cut: Tiling, device: int) -> tuple[int, int]:
-    """(the kernel, bytes of shared memory that it needs). Raises BuildError."""
-    shared_bytes = cut.shared_bytes + _BOUNCE_BYTES
-    return build.kernel(
-        FILES, "all_gather_matmul", options(world, matrices, dtype, cut), shared_bytes, device
-    ), shared_bytes

@@ -39,25 +39,27 @@ def kernel(files: tuple[str, ...], name: str, options: tuple[tuple[str, int], ..
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the device's context is there
         major, minor = torch.cuda.get_device_capability(device)
-        path, code = compiled(files, options, f"sm_{major}{minor}a")
+        arch = f"sm_{major}{minor}a"
         try:
-            return _load(code, name, shared_bytes)
+            return _load(compiled(files, options, arch)[1], name, shared_bytes)
         except BuildError:
-            path.unlink(missing_ok=True)
-            _, code = compiled(files, options, f"sm_{major}{minor}a")
-            return _load(code, name, shared_bytes)
+            return _load(compiled(files, options, arch, anew=True)[1], name, shared_bytes)
 
 
-def compiled(files: tuple[str, ...], options: tuple[tuple[str, int], ...], arch: str) -> tuple[pathlib.Path, bytes]:
-    """(where it is kept, the cubin). Needs no device. Raises BuildError."""
+def compiled(
+    files: tuple[str, ...], options: tuple[tuple[str, int], ...], arch: str, anew: bool = False
+) -> tuple[pathlib.Path, bytes]:
+    """(where it is kept, the cubin). Needs no device. Raises BuildError.
+
+    anew  whatever is kept there
+    """
     program, make_options, version = _compiler()
     source = "".join((_FOLDER / file).read_text(encoding="utf-8") for file in files)
     digest = hashlib.sha256(repr((source, options, arch, version)).encode()).hexdigest()[:24]
     path = tables.cache_folder() / "kernels" / f"{pathlib.Path(files[-1]).stem}-{arch}-{digest}.cubin"
-    try:
-        return path, path.read_bytes()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        if not anew:
+            return path, path.read_bytes()
     macros = [(key, str(value)) for key, value in options]
     try:
         made = program(source, "c++", make_options(arch=arch, std="c++17", define_macro=macros))
@@ -96,11 +98,17 @@ def _compiler() -> tuple[Any, Any, str]:
 
 
 def _load(code: bytes, name: str, shared_bytes: int) -> int:
-    library = done(driver().cuLibraryLoadData(code, None, None, 0, None, None, 0))
-    found = done(driver().cuLibraryGetKernel(library, name.encode()))
-    function = done(driver().cuKernelGetFunction(found))  # loads it now
-    done(driver().cuFuncSetAttribute(function, driver().CUfunction_attribute(_SHARED_BYTES), shared_bytes))
-    return int(function)
+    cuda = driver()
+    relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = done(cuda.cuThreadExchangeStreamCaptureMode(relaxed))  # loading is no part of what may be captured just now
+    try:
+        library = done(cuda.cuLibraryLoadData(code, None, None, 0, None, None, 0))
+        found = done(cuda.cuLibraryGetKernel(library, name.encode()))
+        function = done(cuda.cuKernelGetFunction(found))  # loads it now
+        done(cuda.cuFuncSetAttribute(function, cuda.CUfunction_attribute(_SHARED_BYTES), shared_bytes))
+        return int(function)
+    finally:
+        done(cuda.cuThreadExchangeStreamCaptureMode(before))
 
 
 @functools.cache

@@ -9,6 +9,9 @@ import dataclasses
 
 import torch
 
+from tpfuse.comm import agreement, groups
+from tpfuse.comm.workspace import Workspace
+from tpfuse.kernels.cuda import build
 from tpfuse.kernels.cuda.launch import TensorMap, tensor_map
 
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
@@ -63,7 +66,9 @@ def cannot(rows: int, columns: int, inner: int, dtype: torch.dtype) -> str:
 def by_rows(matrix: torch.Tensor) -> torch.Tensor:
     """With its last dimension contiguous and rows on 16-byte boundaries: a copy where it is not."""
     fits = matrix.stride(1) == 1 and not matrix.stride(0) % _ALIGNMENT and not matrix.data_ptr() % 16
-    return matrix if fits and matrix.stride(0) >= matrix.shape[1] else matrix.contiguous()
+    if fits and matrix.stride(0) >= matrix.shape[1]:
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 def vector(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -77,3 +82,25 @@ def operand(matrix: torch.Tensor, rows: int, box_rows: int) -> TensorMap:
     """The first ``rows`` rows of a matrix that ``by_rows`` has nothing against, K along."""
     pitch = matrix.stride(0) * matrix.element_size()
     return tensor_map(matrix.data_ptr(), matrix.dtype, (matrix.shape[1], rows), (pitch,), (STEP, box_rows))
+
+
+def kernel_of(workspace: Workspace, files: tuple[str, ...], options: tuple[tuple[str, int], ...], shared_bytes: int) -> int:
+    """The kernel in the last of the files, which has its name. The first call for a group and options is collective.
+
+    Raises BuildError, on every rank: one of them cannot build it.
+    """
+    key = files, options
+    found, name = workspace.kernels.get(key), files[-1].partition(".")[0]
+    if found is None:
+        reason, index = "", workspace.arena.device.index
+        try:
+            found = build.kernel(files, name, options, shared_bytes, index)
+        except build.BuildError as error:
+            reason = str(error)
+        group = groups.resolve(workspace.arena.group_name)
+        told = agreement.told(agreement.exchange(group, f"building {name}", {"reason": reason}))
+        if told:
+            raise build.BuildError(told)
+        assert found is not None
+        workspace.kernels[key] = found
+    return found

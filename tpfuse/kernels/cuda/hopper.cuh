@@ -7,7 +7,7 @@ typedef unsigned long long uint64_t;
 
 #define INLINE __device__ __forceinline__
 
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   uint8_t opaque[128];
 };
 
@@ -109,10 +109,15 @@ INLINE uint64_t now_ns() {
   return time;
 }
 
-// Until a peer's flag has reached the epoch (which may wrap). False: the arena is dead, now or before.
+// Whether a peer's flag has reached the epoch, which may wrap: it is never far ahead.
+INLINE bool has_reached(const int* flag, int epoch) { return (uint32_t)load_flag(flag) - (uint32_t)epoch < 1u << 16; }
+
+INLINE int after(int epoch) { return (int)((uint32_t)epoch + 1); }
+
+// Until then. False: the arena is dead, now or before.
 INLINE bool wait_for(const int* flag, int epoch, Control* control, int tag) {
   uint64_t start = 0;
-  for (uint32_t turns = 0; load_flag(flag) - epoch < 0;) {
+  for (uint32_t turns = 0; !has_reached(flag, epoch);) {
     if (++turns & 1023) continue;
     if (load_flag(&control->abort)) return false;
     uint64_t now = now_ns();

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
 
-from tpfuse.kernels.cuda.build import done, driver
+from tpfuse.kernels.cuda.build import BuildError, done, driver
 
-_DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32", torch.uint8: "UINT8"}
+_DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_NO_INTERLEAVE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUTSIDE = 0, 3, 3, 0
+_ALIGNMENT = 128  # of a tensor map, in memory and in a structure
 
 
 class TensorMap(ctypes.Structure):
@@ -31,31 +34,40 @@ def tensor_map(
     pitches  bytes between neighbours in every further dimension, multiples of 16
     box      elements per dimension
     """
-    cuda = driver()
-    made = done(
-        cuda.cuTensorMapEncodeTiled(
-            getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_DATA_TYPES[dtype]}"),
-            len(sizes),
-            address,
-            [cuda.cuuint64_t(size) for size in sizes],
-            [cuda.cuuint64_t(pitch) for pitch in pitches],
-            [cuda.cuuint32_t(size) for size in box],
-            [cuda.cuuint32_t(1)] * len(sizes),
-            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
+    memory = ctypes.create_string_buffer(2 * _ALIGNMENT)
+    there = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+    rank = len(sizes)
+    # Not by cuda.bindings: there a tensor map lies wherever Python puts it.
+    status = _libcuda().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(there),
+        _DATA_TYPES[dtype],
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*pitches),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        _NO_INTERLEAVE,
+        _SWIZZLE_128_BYTES,
+        _PROMOTE_TO_256_BYTES,
+        _ZEROS_OUTSIDE,
     )
-    return TensorMap.from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
+    if status:
+        raise BuildError(f"the driver: cuTensorMapEncodeTiled: {status}, for {sizes} at {address:#x}, {pitches}, {box}")
+    return TensorMap.from_buffer_copy(ctypes.string_at(there, _ALIGNMENT))
+
+
+@functools.cache
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 class Parameters:
-    """A structure as a kernel's only parameter, on a 64-byte boundary, as tensor maps have to be."""
+    """A structure as a kernel's only parameter, on a boundary as tensor maps have to be."""
 
     def __init__(self, kind: type[ctypes.Structure]) -> None:
-        self._memory = ctypes.create_string_buffer(ctypes.sizeof(kind) + 128)  # C pads it at its end
-        self.address = -(-ctypes.addressof(self._memory) // 64) * 64
+        self._memory = ctypes.create_string_buffer(ctypes.sizeof(kind) + 2 * _ALIGNMENT)  # C pads it at its end
+        self.address = -(-ctypes.addressof(self._memory) // _ALIGNMENT) * _ALIGNMENT
         self.fields: Any = kind.from_address(self.address)
         self._pointers = (ctypes.c_void_p * 1)(self.address)
 

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
         stages.load(&p.a, &p.b, owner * p.share + p.first + at.row * BM, at.column * BN, steps);
       }
     } else if (warp == 1 && lane == 0) {
-      int epoch = load_flag(p.epoch) + 1, half = epoch & 1;
+      int before = load_flag(p.epoch), epoch = after(before), half = epoch & 1;
       bool dead = load_flag(&p.control->abort), may_push[PEERS];
       uint32_t filled_parity = 0, added_parity = 0;
       for (int i = 0; i < PEERS; i++) {
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
         int source = PEERS - 1 - t.peer;
         if (!dead && !may_push[t.peer]) {
           int peer = (p.rank + 1 + t.peer) % WORLD;
-          may_push[t.peer] = wait_for(p.begun + t.peer, epoch - 1, p.control, p.tag + (peer << 8));
+          may_push[t.peer] = wait_for(p.begun + t.peer, before, p.control, p.tag + (peer << 8));
           dead = !may_push[t.peer];
         }
         if (dead) continue;

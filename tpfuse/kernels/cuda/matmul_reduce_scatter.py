@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from tpfuse.comm.workspace import BEGUN_OFFSET, DATA_OFFSET, FLAGS, FLAGS_OFFSET, Workspace
-from tpfuse.kernels.cuda import build
-from tpfuse.kernels.cuda.gemm import BOX, THREADS, TILE_ROWS, Tiling, by_rows, operand, vector
+from tpfuse.kernels.cuda.gemm import BOX, THREADS, TILE_ROWS, Tiling, by_rows, kernel_of, operand, vector
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
 
 FILES = ("hopper.cuh", "gemm.cuh", "matmul_reduce_scatter.cu")
@@ -47,9 +46,7 @@ def matmul_reduce_scatter(
     a, b, bias = by_rows(input), by_rows(weight.t()), vector(bias)
     out = torch.empty((share, columns), dtype=dtype, device=input.device)
     most = most_rows(workspace, columns, dtype, cut)
-    kernel = build.kernel(
-        FILES, "matmul_reduce_scatter", options(arena.world, dtype, cut), cut.shared_bytes, arena.device.index
-    )
+    kernel = kernel_of(workspace, FILES, options(arena.world, dtype, cut), cut.shared_bytes)
     stream = arena.enter()
     for first in range(0, share, most):
         count = min(most, share - first)
@@ -61,12 +58,10 @@ def matmul_reduce_scatter(
 
 
 def most_rows(workspace: Workspace, columns: int, dtype: torch.dtype, cut: Tiling) -> int:
-    """Rows of a rank in one launch: by the room for partial sums, and for a flag per tile."""
+    """Rows of a rank in one launch, maybe none: by the room for partial sums, and for a flag per tile."""
     peers = workspace.arena.world - 1
     by_bytes = workspace.half // (peers * columns * dtype.itemsize) // TILE_ROWS
-    rows = min(by_bytes, FLAGS // peers // cut.tiles(1, columns)) * TILE_ROWS
-    assert rows, "a row of tiles does not fit into the workspace"
-    return rows
+    return min(by_bytes, FLAGS // peers // cut.tiles(1, columns)) * TILE_ROWS
 
 
 def _fill(
