@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import tpfuse
 from tests.multigpu.checks import Call, Case, CudaStack, Ranks, error_of, here
+from tpfuse import ops
 from tpfuse.kernels import dispatch
 from tpfuse.testing import interpret_graphs
 
@@ -147,6 +148,34 @@ def _one_after_the_other(ranks: Ranks) -> list[dict[str, Any]]:
     return found
 
 
+# -- a GEMM whose peer dies ----------------------------------------------------------------------------------------------
+
+
+def _multiply(rank: int, pipe: Any) -> dict[str, Any]:
+    """Both GEMM kernels work, then rank 1 is killed, and rank 0 calls again: NaN and an error within the deadline."""
+    generator = torch.Generator(here()).manual_seed(rank)
+    x = torch.randn(512, 256, device=here(), generator=generator).bfloat16()
+    weight = torch.randn(1024, 256, device=here(), generator=generator).bfloat16().t()
+    world = dist.group.WORLD
+    calls = [
+        lambda: ops.matmul_reduce_scatter(x, weight, group=world, kernel="tpfuse"),
+        lambda: ops.all_gather_matmul(x, weight, group=world, kernel="tpfuse")[0],
+    ]
+    for call in calls:
+        call()
+    _set_deadline()
+    before = error_of(tpfuse.check)
+    pipe.send((True, "ready"))
+    pipe.recv()
+    start, found = time.monotonic(), {"before": before}
+    scattered, gathered = (call() for call in calls)
+    torch.cuda.synchronize()
+    found["seconds"] = time.monotonic() - start
+    found["nan"] = bool(scattered.isnan().all()) and bool(gathered[512:].isnan().all())
+    found["check"], found["again"] = error_of(tpfuse.check), error_of(calls[0])
+    return found
+
+
 # -- ranks that end the interpreter in the ordinary way ------------------------------------------------------------------
 
 _LEAVE = """
@@ -202,6 +231,7 @@ SCENARIOS: dict[str, tuple[Callable, Callable[[Ranks], Any]]] = {
     "killed": (_survive, _leave_alone(signal.SIGKILL)),
     "other shapes": (_disagree, _hear_both),
     "late": (_come_late, _one_after_the_other),
+    "multiplying": (_multiply, _leave_alone(signal.SIGKILL)),
 }
 
 
@@ -245,6 +275,15 @@ def test_a_rank_that_does_not_answer(outcomes, name):
     for where in ("check", "again", "call", "plain", "model"):
         assert found[where].startswith("PeerTimeoutError: all_reduce_rms_norm"), (where, found[where])
         assert "rank 0 of group" in found[where] and "for rank 1" in found[where], (where, found[where])
+
+
+@pytest.mark.gpu
+def test_a_rank_that_dies_between_gemms(outcomes):
+    found = _outcome(outcomes, "multiplying")
+    assert found["before"] == "" and found["nan"] and DEADLINE_S - 1 < found["seconds"] < 30, found
+    for where in ("check", "again"):
+        assert found[where].startswith("PeerTimeoutError: matmul_reduce_scatter by tpfuse"), found[where]
+        assert "for rank 1" in found[where]
 
 
 @pytest.mark.gpu
