@@ -7,6 +7,8 @@ plain    torch.compile, mode="reduce-overhead"
 applied  tpfuse.apply with the same mode
 no_comm  torch.compile with CUDA graphs, every all-reduce taken out of the graph: wrong numbers, but the time that is left
 limit    no_comm + (2.5 us + wire) for each all-reduce
+met      (with --profile) no_comm, but the ranks wait for each other wherever an all-reduce was: an all-reduce of 64
+         elements whose result nobody uses. What it takes more is launches, latency, and how unevenly the ranks run
 
 The three take turns on the same tokens, in runs of a few steps. A time is the median over the runs, and then that of the
 slowest rank; share = (plain - applied) / (plain - limit). Logits of plain and applied are compared first. ``--uncaptured``
@@ -30,7 +32,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpfuse
+from tpfuse.graph.nodes import emit
 from tpfuse.models import families
+from tpfuse.ops.all_reduce import OP as ALL_REDUCE
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -42,15 +46,20 @@ LLAMA_8B = {
 }
 DTYPE = torch.bfloat16
 STEPS = 8  # of one timed run
+MET_ELEMENTS = 64
 WARM_UPS = 4  # two before CUDA graphs are recorded, the recording, a replay
 TOLERANCE = 1e-1  # largest difference of logits as a share of the largest: roundings of every layer
 FIELDS = ("batch", "layers", "world", "gpu", "torch", "what", "us", "commit")
 
 
 class DropAllReduces(CustomGraphPass):
-    """Takes the all-reduces and their waits out of a graph, and remembers how many, and of how many bytes."""
+    """Takes the all-reduces and their waits out of a graph, and remembers how many, and of how many bytes.
 
-    def __init__(self) -> None:
+    meet  leave an all-reduce of a few elements in their places
+    """
+
+    def __init__(self, meet: bool = False) -> None:
+        self.meet = meet
         self.messages: list[int] = []
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -61,6 +70,11 @@ class DropAllReduces(CustomGraphPass):
             partial = node.args[0]
             value = node.meta["val"]
             self.messages.append(value.numel() * value.dtype.itemsize)
+            if self.meet:
+                with graph.inserting_before(node):
+                    flat = emit(graph, torch.ops.aten.reshape.default, (partial, [-1]), like=node)
+                    few = emit(graph, torch.ops.aten.slice.Tensor, (flat, 0, 0, MET_ELEMENTS), like=node)
+                    emit(graph, ALL_REDUCE, (few, node.args[2]), like=node)
             for user in list(node.users):
                 if user.target is functional.wait_tensor.default:
                     user.replace_all_uses_with(partial)
@@ -101,7 +115,7 @@ class Decoder:
 
 
 def build(ranks: Ranks, args: argparse.Namespace) -> dict[str, Any]:
-    """The same model three times, sharded, made on the device."""
+    """The same model several times, sharded, made on the device."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -109,7 +123,7 @@ def build(ranks: Ranks, args: argparse.Namespace) -> dict[str, Any]:
     sizes = {**LLAMA_8B, "vocab_size": args.vocab, "max_position_embeddings": max(8192, args.context)}
     config = families.family_config("llama", num_hidden_layers=args.layers, **sizes)
     models = {}
-    for name in ("plain", "applied", "no_comm"):
+    for name in ("plain", "applied", "no_comm", *(["met"] if args.profile else [])):
         models[name] = families.build_sharded(config, mesh, DTYPE)
         gc.collect()
         torch.cuda.empty_cache()
@@ -211,7 +225,7 @@ def one_batch(
     ranks: Ranks, models: dict[str, Any], batch: int, args: argparse.Namespace, budget: Budget, captured: bool
 ) -> dict[str, float]:
     """us per step by name; with the limit, if captured."""
-    dropped = DropAllReduces()
+    passes = {"no_comm": DropAllReduces(), "met": DropAllReduces(meet=True)}
     decoders = []
     for name in models if captured else ("plain", "applied"):
         decoder = Decoder(name, models[name], batch, args.context, ranks)
@@ -219,7 +233,7 @@ def one_batch(
             mode = {"mode": "reduce-overhead"} if captured else {}
             tpfuse.apply(models[name], fullgraph=True, dynamic=False, **mode)
         else:
-            decoder.call = compiled(models[name], dropped if name == "no_comm" else None, captured)
+            decoder.call = compiled(models[name], passes.get(name), captured)
         decoders.append(decoder)
     logits = {decoder.name: warm_up(ranks, decoder, budget) for decoder in decoders}
     difference = (logits["plain"] - logits["applied"]).abs().max() / logits["plain"].abs().max()
@@ -235,9 +249,10 @@ def one_batch(
         for decoder in decoders:
             profile(ranks, decoder, f"{commit()} batch {batch}{'' if captured else ' uncaptured'}", pathlib.Path(args.out))
     if captured:
-        if not dropped.messages:
+        messages = passes["no_comm"].messages
+        if not messages:
             raise RuntimeError("no_comm: its pass found no all-reduce to take out")
-        times[LIMIT] = times["no_comm"] + sum(limit_us(message, ranks.size) for message in dropped.messages)
+        times[LIMIT] = times["no_comm"] + sum(limit_us(message, ranks.size) for message in messages)
     decoders.clear()
     release(models)
     return times
@@ -270,7 +285,7 @@ def main() -> None:
     def run(ranks: Ranks) -> int:
         budget = Budget(ranks, args.seconds)
         models = build(ranks, args)
-        ranks.say(f"three models built [{budget.elapsed()}]")
+        ranks.say(f"models built [{budget.elapsed()}]")
         common = (args.layers, ranks.size, torch.cuda.get_device_name(ranks.device), torch.__version__)
         rows: list[tuple] = []
         for batch, captured in ((b, c) for b in args.batch for c in ((True, False) if args.uncaptured else (True,))):
