@@ -17,6 +17,10 @@ class AgreementError(TpfuseError, RuntimeError):
     """The ranks of one process group asked tpfuse for different things, or one of them failed."""
 
 
+class BuildError(TpfuseError, RuntimeError):
+    """A kernel could not be compiled or loaded."""
+
+
 class StrictError(TpfuseError, RuntimeError):
     """Strict mode: a fusion that was asked for found no place in the model."""
 

@@ -123,6 +123,8 @@ def _table(report: Report) -> list[str]:
             off.setdefault(fusion.reason, []).append(name)
     notes = [*report.notes, *(f"off, {reason}: {', '.join(names)}" for reason, names in off.items())]
     nothing = "no all-reduce seen"
-    if not report.graphs:
+    if report.fusions and not any(fusion.on for fusion in report.fusions.values()):
+        nothing += ": all fusions are off"
+    elif not report.graphs:
         nothing += ": no call was compiled yet, or only inside another torch.compile (apply the outermost module)"
     return [*(lines if report.sites else [nothing]), f"{total}; {compiled}", *notes]

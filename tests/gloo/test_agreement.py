@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import tpfuse
 from tests.gloo.layers import Stack, largest_difference
+from tpfuse.errors import AgreementError
 from tpfuse.testing import interpret_graphs, spawn
 
 
@@ -177,3 +178,41 @@ def _hook_behind_the_backend(rank: int) -> tuple[float, set[int]]:
 def test_a_hook_on_one_rank_behind_the_backend():
     for error, reduces in spawn(_hook_behind_the_backend, 2, timeout_s=90):
         assert error < 1e-5 and reduces == {2}  # in each graph: a recompilation is one more
+
+
+# -- every call compared -------------------------------------------------------------------------------------------------
+
+
+def _compared(rank: int) -> dict[str, str]:
+    """TPFUSE_DEBUG: calls that differ raise before anything is exchanged, and the group goes on."""
+    world = dist.group.WORLD
+    x, weight = torch.ones(4 + rank, 8), torch.ones(8, 6)
+    calls = {
+        "other rows": lambda: tpfuse.ops.all_reduce(x, group=world),
+        "other rows of a norm": lambda: tpfuse.ops.all_reduce_rms_norm(x, weight[:, 0], group=world, eps=1e-6),
+        "other rows of a GEMM": lambda: tpfuse.ops.matmul_reduce_scatter(x, weight, group=world),
+        "other operation": lambda: (
+            tpfuse.ops.matmul_all_reduce(x[:4], weight, group=world)
+            if rank
+            else tpfuse.ops.all_gather_matmul(x[:4], weight, group=world)
+        ),
+        "other option": lambda: tpfuse.ops.all_gather_matmul(x[:4], [weight], group=world, gathered=bool(rank)),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "nothing"
+        except AgreementError as error:
+            found[name] = str(error)
+        alike = tpfuse.ops.all_reduce(torch.ones(3), group=world)
+        found[name] += "" if torch.equal(alike, torch.full((3,), 2.0)) else " and the next call is wrong"
+    return found
+
+
+def test_calls_that_differ_raise_in_debug_mode():
+    for found in spawn(_compared, 2, env={"TPFUSE_DEBUG": "1"}):
+        for name, told in found.items():
+            assert told.startswith("a call of tpfuse.ops: ranks of group") and "differ in call" in told, (name, told)
+            assert "wrong" not in told
+        assert "[4, 8]" in found["other rows"] and "[5, 8]" in found["other rows"]

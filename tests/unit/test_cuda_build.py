@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from tpfuse.errors import BuildError
 from tpfuse.kernels.cuda import all_gather_matmul as gather
 from tpfuse.kernels.cuda import build, gemm
 from tpfuse.kernels.cuda import matmul_reduce_scatter as scatter
@@ -58,7 +59,7 @@ def test_other_options_are_another_file(cache):
         options = scatter.options(2, torch.bfloat16, Tiling(128, stages))
         try:
             build.compiled(scatter.FILES, options, arch)
-        except build.BuildError:
+        except BuildError:
             assert arch == "sm_100a"  # has no wgmma
     assert len([*cache.iterdir()]) == 2
 
@@ -70,7 +71,7 @@ def test_a_folder_that_cannot_be_written(cache):
 
 
 def test_what_does_not_compile_is_told():
-    with pytest.raises(build.BuildError, match="NVRTC: matmul_reduce_scatter"):
+    with pytest.raises(BuildError, match="NVRTC: matmul_reduce_scatter"):
         build.compiled(scatter.FILES, (("WORLD", 2),), "sm_90a")
 
 

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tpfuse import ops
+from tpfuse.errors import ConfigError
 from tpfuse.ops.matmul import FP8, shard_rows
 from tpfuse.testing import fake_world
 
@@ -66,6 +67,32 @@ def test_what_else_is_refused():
             ops.all_gather_matmul(X, W, group=group, biases=[None, None])
         with pytest.raises(ValueError, match="0 weights"):
             ops.all_gather_matmul(X, [], group=group)
+
+
+def test_unknown_kernels_are_refused_everywhere():
+    with fake_world(2) as group:
+        for call in (
+            lambda: ops.matmul_reduce_scatter(X, W, group=group, kernel="magic"),
+            lambda: ops.all_gather_matmul(X, W, group=group, kernel="magic"),
+            lambda: ops.matmul_all_reduce(X, W, group=group, kernel="magic"),
+            lambda: ops.all_reduce(X, group=group, kernel="magic"),
+            lambda: ops.all_reduce_rms_norm(X, None, group=group, eps=1e-6, kernel="magic"),
+        ):
+            with pytest.raises(ConfigError, match=r"^kernel 'magic' cannot run "):
+                call()
+
+
+@pytest.mark.parametrize("group", [None, -100, "no such group"])
+def test_what_is_no_group(group):
+    for call in (
+        lambda: ops.matmul_reduce_scatter(X, W, group=group),
+        lambda: ops.all_gather_matmul(X, W, group=group),
+        lambda: ops.matmul_all_reduce(X, W, group=group),
+        lambda: ops.all_reduce(X, group=group),
+        lambda: ops.all_reduce_rms_norm(X, None, group=group, eps=1e-6),
+    ):
+        with pytest.raises(ValueError, match=r"group must be a ProcessGroup|no process group named 'no such group'"):
+            call()
 
 
 def test_rows_of_a_rank():

@@ -28,7 +28,10 @@ def group_name(group: dist.ProcessGroup | str) -> str:
 
 def size(group: dist.ProcessGroup | str) -> int:
     """Ranks in a group, or in the group of that name (which a compiler cannot trace)."""
-    return resolve(group).size() if isinstance(group, str) else group.size()
+    if isinstance(group, str):
+        return resolve(group).size()
+    group_name(group)  # or ValueError
+    return group.size()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tpfuse.comm.arena import MAX_SPLIT_ROWS, SLOT_BYTES, Arena
+from tpfuse.errors import ConfigError
 from tpfuse.tables import Choice
 
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = "all_reduce_rms_norm", "all_reduce"
@@ -65,6 +66,12 @@ ANY = Wish()
 
 def _anything(arena: Arena, problem: Problem) -> str:
     return ""
+
+
+def check_name(op: str, name: str | None) -> None:
+    """Raises ConfigError: there is no candidate of that name. Everywhere, also where there is nothing to choose."""
+    if name is not None and name not in CANDIDATES[op]:
+        raise ConfigError(f"kernel {name!r} cannot run {op}: the kernels are {', '.join(CANDIDATES[op])}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from tpfuse import tables
 from tpfuse.comm import agreement, arena, groups
 from tpfuse.comm.arena import Arena
-from tpfuse.config import is_debugging
 from tpfuse.errors import ConfigError
 from tpfuse.kernels import REFERENCE
 from tpfuse.kernels.candidates import (
@@ -45,7 +44,6 @@ class Dispatcher:
 
     def __init__(self, arena: Arena, table: Table | None, source: str) -> None:
         self.arena, self.table, self.source = arena, table, source
-        self._debug = is_debugging()
         self._chosen: dict[tuple, tuple[Candidate, Choice] | None] = {}
 
     def choose(self, problem: Problem, wish: Wish = ANY) -> tuple[Candidate, Choice] | None:
@@ -88,15 +86,8 @@ class Dispatcher:
         if found is None:
             found = self._remember(key, self.choose(Problem(ALL_REDUCE, input.numel(), 1, input.dtype), Wish(kernel)))
             assert found is not None  # NCCL can do everything
-        if self._debug:
-            self._compare(ALL_REDUCE, key)
         candidate, choice = found
         return candidate.run(self.arena, choice, input)
-
-    def _compare(self, op: str, key: tuple) -> None:
-        """Debug mode: raise AgreementError on every rank if the ranks make different calls."""
-        if not torch.cuda.is_current_stream_capturing():
-            agreement.agree(groups.resolve(self.arena.group_name), f"tpfuse.ops.{op}", {"call": str(key)})
 
     def _remember(self, key: tuple, found: tuple[Candidate, Choice] | None) -> tuple[Candidate, Choice] | None:
         if len(self._chosen) >= _MOST_CHOICES:
@@ -126,8 +117,6 @@ class Dispatcher:
                 weight_dtype, normed_dtype, out_dtype, modified,
             )  # fmt: skip
             found = self._remember(key, self.choose(problem, wish))
-        if self._debug:
-            self._compare(ALL_REDUCE_RMS_NORM, key)
         if found is None:
             return None
         candidate, choice = found

@@ -13,6 +13,12 @@ from tpfuse.errors import ConfigError
 NCCL, OWN = "nccl", "tpfuse"
 
 
+def check_name(op: str, name: str | None) -> None:
+    """Raises ConfigError: there is no kernel of that name."""
+    if name not in (None, OWN, NCCL):
+        raise ConfigError(f"kernel {name!r} cannot run {op}: the kernels are {OWN}, {NCCL}")
+
+
 def matmul_reduce_scatter(
     kernel: str | None,
     group: str,
@@ -78,8 +84,6 @@ def _workspace(
     """
     from tpfuse.kernels.cuda import gemm
 
-    if kernel != OWN:
-        why = f"the kernels are {OWN}, {NCCL}"
     for weight in weights:
         why = why or gemm.cannot(input.shape[0], weight.shape[1], input.shape[1], input.dtype)
     space: Workspace | str = why

@@ -6,6 +6,7 @@ M  rows     K  inner dimension     N  columns, sharded over ranks     S  rows of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,9 +86,9 @@ def all_gather_matmul(
     group: dist.ProcessGroup | str,
     dim: int = 0,
     size: int | None = None,
-    biases: Sequence[torch.Tensor | None] | None = None,
+    biases: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     input_scale: torch.Tensor | None = None,
-    weight_scales: Sequence[torch.Tensor] | None = None,
+    weight_scales: torch.Tensor | Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     gathered: bool = False,
     kernel: str | None = None,
@@ -98,7 +99,8 @@ def all_gather_matmul(
         return *(x @ weight + bias for weight, bias in zip(weights, biases)), x
 
     input         [S, K]  or [..., K]: bf16, fp16, fp32 or FP8, this rank's rows; as many on every rank
-    weights       [K, N]  each, same dtype (FP8: either kind), rows or columns contiguous, another part on each rank
+    weights       [K, N]  each, same dtype (FP8: either kind), rows or columns contiguous, another part on each rank; a
+                  single one need not be in a list, nor need what goes with it
     group         process group, or its name
     dim           dimension of the input that is gathered, any but the last
     size          of that dimension when gathered, None: world * S; what is beyond it (padding of the last ranks) is dropped
@@ -108,16 +110,18 @@ def all_gather_matmul(
                   products are multiplied by both
     out_dtype     dtype of the results: with FP8 needed, else the input's
     gathered      also return the gathered input, last
-    kernel        name of the kernel to use on CUDA, None: the one that is measured fastest for this size
+    kernel        "tpfuse": on Hopper, ours that overlaps (bf16 and fp16, K and N multiples of 8, no scales); "nccl"; None:
+                  NCCL, until tables choose
     returns       for each weight the gathered shape with N in place of K, then the gathered input if it is wanted
 
     Accumulates in fp32. Collective: every rank of the group calls it with the same shapes. Has no backward.
-    Raises ValueError: arguments other than the above, or one that requires gradients.
+    Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
+    this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.
     """
-    listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)
-    added = [None] * len(listed) if biases is None else list(biases)
-    scales = [None] * len(listed) if weight_scales is None else list(weight_scales)
+    listed = _listed(weights)
+    added = [None] * len(listed) if biases is None else _listed(biases)
+    scales = [None] * len(listed) if weight_scales is None else _listed(weight_scales)
     if not listed or not len(listed) == len(added) == len(scales):
         raise ValueError(f"{NAME}: {len(listed)} weights with {len(added)} biases and {len(scales)} scales")
     per_row = input_scale is not None and input_scale.numel() > 1
@@ -126,6 +130,7 @@ def all_gather_matmul(
         check_product(NAME, input, weight, bias, flat_scale, scale, out_dtype)
     if not 0 <= dim < input.dim() - 1:
         raise ValueError(f"{NAME}: dim must be 0 to {input.dim() - 2}, got {dim}")
+    matmul.check_name(NAME, kernel)
     moved = input.movedim(dim, 0)
     world = groups.size(group)
     most, least = moved.shape[0] * world, max(0, moved.shape[0] - 1) * world + min(1, moved.shape[0])
@@ -147,3 +152,7 @@ def all_gather_matmul(
         kernel,
     )
     return tuple(each.view(size, *moved.shape[1:-1], each.shape[1]).movedim(0, dim) for each in results)
+
+
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, torch.Tensor) else list(given)

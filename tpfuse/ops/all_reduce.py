@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from tpfuse.comm import groups
 from tpfuse.comm.groups import group_name
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import ALL_REDUCE, DTYPES
+from tpfuse.kernels.candidates import ALL_REDUCE, DTYPES, check_name
 from tpfuse.ops import library
 
 NAME = ALL_REDUCE
@@ -17,6 +18,7 @@ def reference(input: torch.Tensor, group: str) -> torch.Tensor:
     """What the operation means, as functional collectives."""
     if not input.numel():  # the same on every rank, so there is nothing to exchange
         return input.clone(memory_format=torch.contiguous_format)
+    groups.resolve(group)  # or ValueError
     reduced = torch.ops._c10d_functional.all_reduce(input.contiguous(), "sum", group)
     return torch.ops._c10d_functional.wait_tensor(reduced)
 
@@ -56,4 +58,5 @@ def all_reduce(input: torch.Tensor, *, group: dist.ProcessGroup | str, kernel: s
         raise ValueError(f"all_reduce: input must be bf16, fp16 or fp32, got {input.dtype} {list(input.shape)}")
     if torch.is_grad_enabled() and input.requires_grad:
         raise ValueError("all_reduce has no backward yet: call it under torch.no_grad()")
+    check_name(NAME, kernel)
     return OP(input, group_name(group), kernel)

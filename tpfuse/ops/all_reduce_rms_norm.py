@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tpfuse.comm.groups import group_name
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, DTYPES, Wish
+from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, DTYPES, Wish, check_name
 from tpfuse.ops import library
 from tpfuse.ops.all_reduce import reference as all_reduce_reference
 from tpfuse.ops.rms_norm import normalize
@@ -139,6 +139,7 @@ def all_reduce_rms_norm(
     Raises ValueError: a shape or dtype other than the above, or an argument that requires gradients; ConfigError:
     ``kernel`` cannot do this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     """
+    check_name(NAME, kernel)
     hidden = input.shape[-1] if input.dim() else 0
     _require(input.dim() >= 1, "input must be [..., D]", input)
     _require(input.dtype in DTYPES, "input must be bf16, fp16 or fp32", input)

@@ -52,8 +52,6 @@ def _run(
     after=None,
 ):
     arguments = (input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype)
-    if kernel_name not in (None, matmul.NCCL):
-        raise ConfigError(f"kernel {kernel_name!r} cannot run {NAME}: the only one is {matmul.NCCL}")
     return reference(*arguments, *(() if kernel_name == matmul.NCCL else (all_reduce_op,)))
 
 
@@ -98,11 +96,13 @@ def matmul_all_reduce(
     returns       [..., N], replicated
 
     Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
-    Raises ValueError: arguments other than the above, or one that requires gradients.
+    Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: another ``kernel``.
     """
     check_product(NAME, input, weight, bias, input_scale, weight_scale, out_dtype)
     if wire_dtype not in (None, torch.float32, out_dtype or input.dtype):
         raise ValueError(f"{NAME}: wire_dtype must be torch.float32 or the result's, got {wire_dtype}")
+    if kernel not in (None, matmul.NCCL):
+        raise ConfigError(f"kernel {kernel!r} cannot run {NAME}: the only one is {matmul.NCCL}")
     flat = input.reshape(-1, input.shape[-1])
     if input_scale is not None and input_scale.numel() > 1:
         input_scale = input_scale.reshape(-1, 1)

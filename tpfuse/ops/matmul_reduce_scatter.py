@@ -108,12 +108,14 @@ def matmul_reduce_scatter(
                   FP8: fp32, one number each, or [..., 1] and [1, N]; the product is multiplied by both
     out_dtype     dtype of the result: with FP8 needed, else the input's
     wire_dtype    dtype in which partial sums travel, None: the result's; torch.float32 for less rounding
-    kernel        name of the kernel to use on CUDA, None: the one that is measured fastest for this size
+    kernel        "tpfuse": on Hopper, ours that overlaps (bf16 and fp16, K and N multiples of 8, no scales); "nccl"; None:
+                  NCCL, until tables choose
     returns       the input's shape with S = ceil(size of dim / world) in place of that and N in place of K; row i of rank r
                   is row r * S + i of the whole, and zero where there is none
 
     Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
-    Raises ValueError: arguments other than the above, or one that requires gradients.
+    Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
+    this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.
     """
     check_product(NAME, input, weight, bias, input_scale, weight_scale, out_dtype)
@@ -121,6 +123,7 @@ def matmul_reduce_scatter(
         raise ValueError(f"{NAME}: dim must be 0 to {input.dim() - 2}, got {dim}")
     if wire_dtype not in (None, torch.float32, out_dtype or input.dtype):
         raise ValueError(f"{NAME}: wire_dtype must be torch.float32 or the result's, got {wire_dtype}")
+    matmul.check_name(NAME, kernel)
     moved = input.movedim(dim, 0)
     unit = moved.shape[1:-1].numel()
     if input_scale is not None and input_scale.numel() > 1:

@@ -17,13 +17,10 @@ import uuid
 from typing import Any
 
 from tpfuse import tables
+from tpfuse.errors import BuildError
 
 _FOLDER = pathlib.Path(__file__).parent
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-
-
-class BuildError(RuntimeError):
-    """A kernel could not be compiled or loaded."""
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import torch
 
 from tpfuse.comm import agreement, groups
 from tpfuse.comm.workspace import Workspace
+from tpfuse.errors import BuildError
 from tpfuse.kernels.cuda import build
 from tpfuse.kernels.cuda.launch import TensorMap, tensor_map
 
@@ -58,6 +59,8 @@ def cannot(rows: int, columns: int, inner: int, dtype: torch.dtype) -> str:
     """Why a kernel cannot do this, wherever; "" if it can."""
     if dtype not in ELEMENTS:
         return f"dtype {dtype}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        return f"it is for Hopper, not for {torch.cuda.get_device_name()}"
     if columns % _ALIGNMENT or inner % _ALIGNMENT:
         return f"K = {inner} and N = {columns} must be multiples of {_ALIGNMENT}"
     return "" if rows and columns and inner else "nothing to compute"
@@ -95,12 +98,12 @@ def kernel_of(workspace: Workspace, files: tuple[str, ...], options: tuple[tuple
         reason, index = "", workspace.arena.device.index
         try:
             found = build.kernel(files, name, options, shared_bytes, index)
-        except build.BuildError as error:
+        except BuildError as error:
             reason = str(error)
         group = groups.resolve(workspace.arena.group_name)
         told = agreement.told(agreement.exchange(group, f"building {name}", {"reason": reason}))
         if told:
-            raise build.BuildError(told)
+            raise BuildError(told)
         assert found is not None
         workspace.kernels[key] = found
     return found

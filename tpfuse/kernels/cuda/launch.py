@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tpfuse.kernels.cuda.build import BuildError, done, driver
+from tpfuse.errors import BuildError
+from tpfuse.kernels.cuda.build import done, driver
 
 _DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _NO_INTERLEAVE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUTSIDE = 0, 3, 3, 0
