@@ -261,7 +261,8 @@ def _check_number(name: str, value: Any, default: Any, fraction: bool) -> None:
     if isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < math.inf:
         return
     try:
-        nearest = max(0, float(value) if fraction else round(float(value)))
+        number = float(value)
+        nearest = max(0, number if fraction and math.isfinite(number) else round(number))
     except (TypeError, ValueError, OverflowError):
         nearest = default
     raise _bad(name, value, "a number of at least 0" if fraction else "a whole number of at least 0", nearest)

@@ -120,6 +120,8 @@ def parse(
     )
     args = parser.parse_args(argv)
     sized = [f"--{option.replace('_', '-')}" for option in SIZES if getattr(args, option)]
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device")
     if args.model and sized:
         parser.error(f"a checkpoint has its own sizes: {', '.join(sized)} cannot go with --model")
     if args.model and not os.path.isdir(args.model):

@@ -98,7 +98,9 @@ def test_without_torchrun(monkeypatch):
 
 def test_bad_arguments_start_nothing(monkeypatch, capsys, started):
     devices(monkeypatch, 2)
-    for given in (["tune", "--rows", "0"], ["tune", "--nproc-per-node", "0"], ["demo", "--layers", "0"]):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    wrong = (["tune", "--rows", "0"], ["tune", "--nproc-per-node", "0"], ["demo", "--layers", "0"])
+    for given in (*wrong, ["demo", "--device", "cuda"]):
         with pytest.raises(SystemExit) as caught:
             cli.main(given)
         assert caught.value.code == 2

@@ -224,6 +224,7 @@ def test_unknown_field_names_the_nearest(wrong, near):
         ({"sp_min_token_num": 63.5}, "6[34]"),
         ({"sp_min_token_num": "64"}, "64"),
         ({"fi_allreduce_fusion_max_size_mb": -0.5}, "0"),
+        ({"workspace_mb": float("inf")}, "64"),
         ({"rope_kvcache_fusion_max_token_num": -2}, "0"),
         ({"rope_kvcache_fusion_max_token_num": None}, "256"),
         ({"token_boundaries": (256, 64)}, r"\(64, 256\)"),
