@@ -131,8 +131,14 @@ def _layouts(told: list[str]) -> None:
         }.items():
             if not call.error(call.run(**changes)) < 1e-2:
                 told.append(f"{call}: {name}")
-    if not product.error(product.run(weight=product.weight.contiguous())) < 1e-2:
-        told.append("row-major weight")
+    for m, k, n in ((6, 64, 72), (300, 520, 776), (512, 2048, 1024)):
+        by_columns, gathering = Scatter(m, k, n, bias=True), Gather(m, k, n)
+        if not by_columns.error(by_columns.run(weight=by_columns.weight.contiguous())) < 1e-2:
+            told.append(f"{by_columns}: row-major weight")
+        by_rows = [weight.contiguous() for weight in gathering.weights]
+        for weights in (by_rows, [by_rows[0], gathering.weights[1]]):
+            if not gathering.error(gathering.run(weights=weights)) < 1e-2:
+                told.append(f"{gathering}: row-major weights")
     odd = Scatter(5, 64, 72, bias=True)
     (got,) = odd.run()
     if got[5 - odd.rank * odd.share :].any():

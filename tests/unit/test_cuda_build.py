@@ -16,7 +16,7 @@ from tpfuse.kernels.cuda.gemm import Tiling
 pytest.importorskip("cuda.core")
 SMALL, LARGE = Tiling(128, 6), Tiling(256, 3)
 MOST_SHARED_BYTES = 227 << 10  # of a block
-OPTIONS = scatter.options(2, torch.bfloat16, SMALL)
+OPTIONS = scatter.options(2, torch.bfloat16, SMALL, False)
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +27,12 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_they_compile(world):
-    every = itertools.product((torch.bfloat16, torch.float16), (SMALL, LARGE))
-    for dtype, cut in every if world == 2 else [(torch.bfloat16, LARGE)]:
+    every = [*itertools.product((torch.bfloat16, torch.float16), (SMALL, LARGE), (False,)), (torch.bfloat16, LARGE, True)]
+    for dtype, cut, rows in every if world == 2 else [(torch.bfloat16, LARGE, False)]:
         matrices = 1 if world == 2 else world - 1 if world < 8 else gather.MOST_MATRICES
         for files, options in (
-            (scatter.FILES, scatter.options(world, dtype, cut)),
-            (gather.FILES, gather.options(world, matrices, dtype, cut)),
+            (scatter.FILES, scatter.options(world, dtype, cut, rows)),
+            (gather.FILES, gather.options(world, matrices, dtype, cut, rows)),
         ):
             _, code = build.compiled(files, options, "sm_90a")
             assert code[:4] == b"\x7fELF" and files[-1].removesuffix(".cu").encode() in code
@@ -56,7 +56,7 @@ def test_kept_and_found_again(cache, monkeypatch):
 
 def test_other_options_are_another_file(cache):
     for arch, stages in (("sm_90a", 6), ("sm_90a", 5), ("sm_100a", 6)):
-        options = scatter.options(2, torch.bfloat16, Tiling(128, stages))
+        options = scatter.options(2, torch.bfloat16, Tiling(128, stages), False)
         try:
             build.compiled(scatter.FILES, options, arch)
         except BuildError:
@@ -96,6 +96,16 @@ def test_operands_are_copied_where_they_have_to_be():
     for odd in (x.flatten()[1:65].view(1, 64), x[:, :1].t(), x.t(), x[:, 1:9], torch.zeros(4, 65, dtype=x.dtype)[:, :64]):
         fit = gemm.by_rows(odd)
         assert fit.data_ptr() % 16 == 0 and fit.stride(1) == 1 and fit.stride(0) % 8 == 0 and torch.equal(fit, odd)
+    weight = torch.zeros(64, 32, dtype=x.dtype)
+    for weights, rows in (
+        ([weight], True),
+        ([weight.t()], False),
+        ([weight, weight.t()], False),
+        ([weight[:, 1:9]], False),
+    ):
+        taken, operands = gemm.right_operands(weights)
+        assert taken is rows and all(map(gemm.lies_by_rows, operands))
+        assert [tuple(b.shape) for b in operands] == [tuple((w if rows else w.t()).shape) for w in weights]
     assert gemm.vector(None) is None and gemm.vector(x[0]).data_ptr() == x.data_ptr()
     assert gemm.vector(x[0, 1:9]).data_ptr() % 16 == 0
 

@@ -13,7 +13,18 @@ from typing import Any
 import torch
 
 from tpfuse.comm.workspace import BEGUN_OFFSET, COUNTS, COUNTS_OFFSET, DATA_OFFSET, Workspace
-from tpfuse.kernels.cuda.gemm import BOX, STEP, THREADS, TILE_ROWS, Tiling, by_rows, kernel_of, operand, vector
+from tpfuse.kernels.cuda.gemm import (
+    BOX,
+    STEP,
+    THREADS,
+    TILE_ROWS,
+    Tiling,
+    by_rows,
+    kernel_of,
+    operand,
+    right_operands,
+    vector,
+)
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
 
 FILES = ("hopper.cuh", "gemm.cuh", "all_gather_matmul.cu")
@@ -46,19 +57,19 @@ def all_gather_matmul(
     share, inner = input.shape
     columns = [weight.shape[1] for weight in weights]
     cut = cut or tiling(share, sum(columns))
-    a, bs, added = by_rows(input), [by_rows(weight.t()) for weight in weights], [vector(bias) for bias in biases]
+    a, added, (b_rows, bs) = by_rows(input), [vector(bias) for bias in biases], right_operands(weights)
     outs = [torch.empty((arena.world * share, n), dtype=dtype, device=input.device) for n in columns]
     whole = torch.empty((arena.world, share, inner), dtype=dtype, device=input.device) if gathered else None
     most = most_rows(workspace, inner, dtype)
     shared_bytes = cut.shared_bytes + _BOUNCE_BYTES
-    kernel = kernel_of(workspace, FILES, options(arena.world, len(weights), dtype, cut), shared_bytes)
+    kernel = kernel_of(workspace, FILES, options(arena.world, len(weights), dtype, cut, b_rows), shared_bytes)
     stream = arena.enter()
     for first in range(0, share, most):
         count = min(most, share - first)
         tiles = sum(cut.tiles(count, n) for n in columns) * arena.world
         blocks = min(arena.multiprocessors, tiles)
         made = Parameters(parameters(arena.world, len(weights)))
-        _fill(made.fields, workspace, (a, bs, outs, added), (share, first, count), cut, tiles)
+        _fill(made.fields, workspace, (a, bs, b_rows, outs, added), (share, first, count), cut, tiles)
         made.launch(kernel, blocks, THREADS, shared_bytes, stream)
         if whole is not None:
             arrived = workspace.newest(dtype, (arena.world - 1, count, inner))
@@ -78,7 +89,7 @@ def most_rows(workspace: Workspace, inner: int, dtype: torch.dtype) -> int:
 def _fill(
     fields: Any, workspace: Workspace, tensors: tuple[Any, ...], part: tuple[int, int, int], cut: Tiling, tiles: int
 ) -> None:
-    a, bs, outs, biases = tensors
+    a, bs, b_rows, outs, biases = tensors
     inner, (share, first, count) = a.shape[1], part
     arena, peers, dtype, item = workspace.arena, workspace.arena.world - 1, a.dtype, a.element_size()
     fields.a, fields.piece = operand(a, first + count, TILE_ROWS), operand(a, first + count, _PIECE_ROWS)
@@ -88,8 +99,9 @@ def _fill(
         fields.sent[number] = tensor_map(peer + DATA_OFFSET, dtype, planes, pitches, (STEP, _PIECE_ROWS, 1, 1))
         fields.peer_counts[number], fields.peer_begun[number] = peer + COUNTS_OFFSET, peer + BEGUN_OFFSET
     for number, (b, out) in enumerate(zip(bs, outs, strict=True)):
-        columns, bias = b.shape[0], biases[number] if biases else None
-        fields.b[number], fields.columns[number] = operand(b, columns, cut.columns), columns
+        columns, bias = out.shape[1], biases[number] if biases else None
+        fields.b[number] = operand(b, b.shape[0], STEP if b_rows else cut.columns)
+        fields.columns[number] = columns
         sizes, steps = (columns, first + count, arena.world), (columns * item, share * columns * item)
         fields.out[number] = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, TILE_ROWS, 1))
         fields.bias[number] = 0 if bias is None else bias.data_ptr()
@@ -117,5 +129,5 @@ def parameters(world: int, matrices: int) -> type[ctypes.Structure]:
     return type("Params", (ctypes.Structure,), {"_fields_": (*maps, *addresses, *numbers, *((n, number) for n in names))})
 
 
-def options(world: int, matrices: int, dtype: torch.dtype, cut: Tiling) -> tuple[tuple[str, int], ...]:
-    return *cut.options(world, dtype), ("MATRICES", matrices)
+def options(world: int, matrices: int, dtype: torch.dtype, cut: Tiling, b_rows: bool) -> tuple[tuple[str, int], ...]:
+    return *cut.options(world, dtype, b_rows), ("MATRICES", matrices)

@@ -1,6 +1,7 @@
 // The main loop of a persistent, warp-specialised GEMM on Hopper: one warp loads by TMA, two warp groups multiply by wgmma.
 //
-// A [M, K] and B [N, K], both with K contiguous, 16-bit; C in fp32 registers, 64 x BN per warp group. Needs BN, STAGES.
+// A [M, K] with K contiguous and B [N, K] with K contiguous (B_ROWS 0) or N (B_ROWS 1), 16-bit; C in fp32 registers, 64 x BN
+// per warp group. Needs BN, STAGES, B_ROWS.
 
 constexpr int BM = 128, BK = 64;
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
@@ -41,15 +42,34 @@ struct Stages {
         tma_load(to, a, barrier, k * BK, row);
       else
         tma_load(to, a, barrier, k * BK, row, plane, half);
+#if B_ROWS
+      for (int j = 0; j < BOXES; j++) tma_load(to + A_BYTES + j * 64 * BK * 2, b, barrier, column + j * 64, k * BK);
+#else
       tma_load(to + A_BYTES, b, barrier, k * BK, column);
+#endif
     }
   }
 };
 
-// Of a K-major operand with rows of 128 swizzled bytes.
-INLINE uint64_t matrix(uint32_t address) {
-  return (uint64_t)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+// Of an operand in rows of 128 swizzled bytes, 8 rows after 8 rows: K along the rows; or, across them, boxes of 64 columns.
+INLINE uint64_t matrix(uint32_t address, uint32_t box_bytes = 16) {
+  return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)(box_bytes >> 4) << 16 | (64ull << 32) | (1ull << 62);
 }
+
+// B from its k-th 16 of K.
+INLINE uint64_t matrix_b(uint32_t address, int k) {
+#if B_ROWS
+  return matrix(address + k * 16 * 128, 64 * BK * 2);
+#else
+  return matrix(address + k * 32);
+#endif
+}
+
+#if B_ROWS
+#define B_ACROSS "1"
+#else
+#define B_ACROSS "0"
+#endif
 
 #define C8(i) \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
@@ -67,12 +87,12 @@ INLINE uint64_t matrix(uint32_t address) {
 INLINE void multiply(float* c, uint64_t a, uint64_t b, int add) {
 #if BN == 256
   asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16." WGMMA_TYPES
-               " {" TEXT_64_A "," TEXT_64_B "}, %128, %129, add, 1, 1, 0, 0; }"
+               " {" TEXT_64_A "," TEXT_64_B "}, %128, %129, add, 1, 1, 0, " B_ACROSS "; }"
                : C64(0), C64(64)
                : "l"(a), "l"(b), "r"(add));
 #else
   asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16." WGMMA_TYPES
-               " {" TEXT_64_A "}, %64, %65, add, 1, 1, 0, 0; }"
+               " {" TEXT_64_A "}, %64, %65, add, 1, 1, 0, " B_ACROSS "; }"
                : C64(0)
                : "l"(a), "l"(b), "r"(add));
 #endif
@@ -87,7 +107,7 @@ INLINE void multiply_tile(float* c, Stages& stages, int steps, int group, int th
     barrier_wait(stages.full + 8 * stages.stage, stages.parity);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < BK / 16; i++) multiply(c, matrix(a + 32 * i), matrix(b + 32 * i), (k | i) != 0);
+    for (int i = 0; i < BK / 16; i++) multiply(c, matrix(a + 32 * i), matrix_b(b, i), (k | i) != 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     if (k) {  // the step before has been read now
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");

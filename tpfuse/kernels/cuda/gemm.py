@@ -6,6 +6,7 @@ M  rows     K  inner dimension     N  columns
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -50,9 +51,10 @@ class Tiling:
         """Of a multiprocessor, for one tile."""
         return 2 * TILE_ROWS * self.columns * inner / _FLOP_PER_CLOCK
 
-    def options(self, world: int, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
-        """Macros that every kernel is compiled with."""
-        return ("WORLD", world), ("ELEMENT", ELEMENTS[dtype]), ("BN", self.columns), ("STAGES", self.stages)
+    def options(self, world: int, dtype: torch.dtype, b_rows: bool) -> tuple[tuple[str, int], ...]:
+        """Macros that every kernel is compiled with. b_rows: B has N contiguous, not K."""
+        sizes = (("BN", self.columns), ("STAGES", self.stages))
+        return ("WORLD", world), ("ELEMENT", ELEMENTS[dtype]), *sizes, ("B_ROWS", int(b_rows))
 
 
 def cannot(rows: int, columns: int, inner: int, dtype: torch.dtype) -> str:
@@ -66,12 +68,22 @@ def cannot(rows: int, columns: int, inner: int, dtype: torch.dtype) -> str:
     return "" if rows and columns and inner else "nothing to compute"
 
 
-def by_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """With its last dimension contiguous and rows on 16-byte boundaries: a copy where it is not."""
+def lies_by_rows(matrix: torch.Tensor) -> bool:
+    """Whether its last dimension is contiguous and its rows on 16-byte boundaries."""
     fits = matrix.stride(1) == 1 and not matrix.stride(0) % _ALIGNMENT and not matrix.data_ptr() % 16
-    if fits and matrix.stride(0) >= matrix.shape[1]:
-        return matrix
-    return matrix.clone(memory_format=torch.contiguous_format)
+    return fits and matrix.stride(0) >= matrix.shape[1]
+
+
+def by_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """It, or a copy that lies by rows."""
+    return matrix if lies_by_rows(matrix) else matrix.clone(memory_format=torch.contiguous_format)
+
+
+def right_operands(weights: Sequence[torch.Tensor]) -> tuple[bool, list[torch.Tensor]]:
+    """(whether N is contiguous in all, and not K; weights [K, N] so, or as [N, K], copied where need be)"""
+    if all(map(lies_by_rows, weights)) and not all(lies_by_rows(weight.t()) for weight in weights):
+        return True, list(weights)
+    return False, [by_rows(weight.t()) for weight in weights]
 
 
 def vector(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -82,7 +94,7 @@ def vector(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def operand(matrix: torch.Tensor, rows: int, box_rows: int) -> TensorMap:
-    """The first ``rows`` rows of a matrix that ``by_rows`` has nothing against, K along."""
+    """The first ``rows`` rows of a matrix that lies by rows."""
     pitch = matrix.stride(0) * matrix.element_size()
     return tensor_map(matrix.data_ptr(), matrix.dtype, (matrix.shape[1], rows), (pitch,), (STEP, box_rows))
 

@@ -12,7 +12,18 @@ from typing import Any
 import torch
 
 from tpfuse.comm.workspace import BEGUN_OFFSET, DATA_OFFSET, FLAGS, FLAGS_OFFSET, Workspace
-from tpfuse.kernels.cuda.gemm import BOX, THREADS, TILE_ROWS, Tiling, by_rows, kernel_of, operand, vector
+from tpfuse.kernels.cuda.gemm import (
+    BOX,
+    STEP,
+    THREADS,
+    TILE_ROWS,
+    Tiling,
+    by_rows,
+    kernel_of,
+    operand,
+    right_operands,
+    vector,
+)
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
 
 FILES = ("hopper.cuh", "gemm.cuh", "matmul_reduce_scatter.cu")
@@ -43,16 +54,16 @@ def matmul_reduce_scatter(
     arena, dtype = workspace.arena, input.dtype
     share, columns = -(-input.shape[0] // (unit * arena.world)) * unit, weight.shape[1]
     cut = cut or tiling(share, columns, input.shape[1])
-    a, b, bias = by_rows(input), by_rows(weight.t()), vector(bias)
+    a, bias, (b_rows, (b,)) = by_rows(input), vector(bias), right_operands([weight])
     out = torch.empty((share, columns), dtype=dtype, device=input.device)
     most = most_rows(workspace, columns, dtype, cut)
-    kernel = kernel_of(workspace, FILES, options(arena.world, dtype, cut), cut.shared_bytes)
+    kernel = kernel_of(workspace, FILES, options(arena.world, dtype, cut, b_rows), cut.shared_bytes)
     stream = arena.enter()
     for first in range(0, share, most):
         count = min(most, share - first)
         blocks = min(arena.multiprocessors, cut.tiles(count, columns) * arena.world)
         made = Parameters(parameters(arena.world))
-        _fill(made.fields, workspace, (a, b, out, bias), (share, first, count), cut, blocks)
+        _fill(made.fields, workspace, (a, b, b_rows, out, bias), (share, first, count), cut, blocks)
         made.launch(kernel, blocks, THREADS, cut.shared_bytes, stream)
     return out
 
@@ -67,11 +78,11 @@ def most_rows(workspace: Workspace, columns: int, dtype: torch.dtype, cut: Tilin
 def _fill(
     fields: Any, workspace: Workspace, tensors: tuple[Any, ...], part: tuple[int, int, int], cut: Tiling, blocks: int
 ) -> None:
-    a, b, out, bias = tensors
-    (rows, inner), columns, (share, first, count) = a.shape, b.shape[0], part
+    a, b, b_rows, out, bias = tensors
+    (rows, inner), columns, (share, first, count) = a.shape, out.shape[1], part
     arena, peers, dtype = workspace.arena, workspace.arena.world - 1, a.dtype
     row_bytes = columns * a.element_size()
-    fields.a, fields.b = operand(a, rows, TILE_ROWS), operand(b, columns, cut.columns)
+    fields.a, fields.b = operand(a, rows, TILE_ROWS), operand(b, b.shape[0], STEP if b_rows else cut.columns)
     fields.out = tensor_map(out.data_ptr(), dtype, (columns, first + count), (row_bytes,), (BOX, TILE_ROWS))
     planes, pitches = (columns, count, peers, 2), (row_bytes, count * row_bytes, workspace.half)
     fields.received = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (BOX, TILE_ROWS, 1, 1))
@@ -101,5 +112,5 @@ def parameters(world: int) -> type[ctypes.Structure]:
     return type("Params", (ctypes.Structure,), {"_fields_": (*maps, *addresses, *((name, number) for name in names))})
 
 
-def options(world: int, dtype: torch.dtype, cut: Tiling) -> tuple[tuple[str, int], ...]:
-    return *cut.options(world, dtype), ("PIECE_ROWS", _PIECE_ROWS)
+def options(world: int, dtype: torch.dtype, cut: Tiling, b_rows: bool) -> tuple[tuple[str, int], ...]:
+    return *cut.options(world, dtype, b_rows), ("PIECE_ROWS", _PIECE_ROWS)
