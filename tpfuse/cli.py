@@ -56,9 +56,7 @@ def _demo(args: list[str]) -> int:
 
 
 def _tune(args: list[str]) -> int:
-    import torch
-
-    from tpfuse.tuner import arguments, job
+    from tpfuse.tuner import arguments
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(
@@ -69,12 +67,7 @@ def _tune(args: list[str]) -> int:
     )
     arguments.parse(args, prog="tpfuse tune", parents=[parser])
     launch, rest = parser.parse_known_args(args)
-    ranks = launch.nproc_per_node or torch.cuda.device_count()
-    why = job.obstacle(ranks)
-    if why:
-        print(f"tpfuse tune: {why}", file=sys.stderr)
-        return 2
-    return _start_ranks(["-m", "tpfuse.tuner"], ranks, rest)
+    return _start_ranks_on_gpus("tune", ["-m", "tpfuse.tuner"], launch.nproc_per_node, rest)
 
 
 def _bench(args: list[str]) -> int:
@@ -91,19 +84,26 @@ def _bench(args: list[str]) -> int:
         return 2
     if "--help" in rest or "-h" in rest:
         return subprocess.run([sys.executable, str(script), "--help"], check=False).returncode
-    import torch
-
-    from tpfuse.tuner import arguments, job
+    from tpfuse.tuner import arguments
 
     parser = argparse.ArgumentParser(prog=f"tpfuse bench {name}", add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=arguments.positive, metavar="N")
     launch, rest = parser.parse_known_args(rest)
-    ranks = launch.nproc_per_node or torch.cuda.device_count()
+    return _start_ranks_on_gpus("bench", [str(script)], launch.nproc_per_node, rest)
+
+
+def _start_ranks_on_gpus(command: str, program: list[str], ranks: int | None, args: list[str]) -> int:
+    """As below, each rank with a GPU of this machine, None: as many as there are; 2 where they cannot be had."""
+    import torch
+
+    from tpfuse.tuner import job
+
+    ranks = ranks or torch.cuda.device_count()
     why = job.obstacle(ranks)
     if why:
-        print(f"tpfuse bench: {why}", file=sys.stderr)
+        print(f"tpfuse {command}: {why}", file=sys.stderr)
         return 2
-    return _start_ranks([str(script)], ranks, rest)
+    return _start_ranks(program, ranks, args)
 
 
 def _start_ranks(program: list[str], ranks: int, args: list[str]) -> int:

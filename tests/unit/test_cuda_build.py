@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tpfuse.errors import BuildError
+from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.cuda import all_gather_matmul as gather
 from tpfuse.kernels.cuda import build, gemm
 from tpfuse.kernels.cuda import matmul_reduce_scatter as scatter
@@ -106,8 +107,8 @@ def test_operands_are_copied_where_they_have_to_be():
         taken, operands = gemm.right_operands(weights)
         assert taken is rows and all(map(gemm.lies_by_rows, operands))
         assert [tuple(b.shape) for b in operands] == [tuple((w if rows else w.t()).shape) for w in weights]
-    assert gemm.vector(None) is None and gemm.vector(x[0]).data_ptr() == x.data_ptr()
-    assert gemm.vector(x[0, 1:9]).data_ptr() % 16 == 0
+    assert aligned(None) is None and aligned(x[0]).data_ptr() == x.data_ptr()
+    assert aligned(x[0, 1:9]).data_ptr() % 16 == 0
 
 
 def test_what_the_kernel_cannot():

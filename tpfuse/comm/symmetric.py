@@ -26,7 +26,6 @@ class SymmetricMemory:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         self.tensor: torch.Tensor = _SymmetricMemory.empty_strided_p2p((size // 4,), (1,), torch.int32, device)
-        self.bytes = size
         self.bases: list[int] = []
         self.table = 0
 

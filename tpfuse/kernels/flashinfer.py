@@ -23,6 +23,7 @@ import torch
 
 from tpfuse.comm import agreement, groups
 from tpfuse.comm.arena import VECTOR_BYTES, Arena
+from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, NOT_PREPARED, Problem
 
 OLDEST, PDL_FROM = (0, 6, 13), (0, 7, 4)  # before the latter its kernels read the residual ahead of the grid dependency
@@ -129,11 +130,11 @@ def all_reduce_rms_norm(
     """
     assert bias is None and scale is None and scale_tensor is None
     state, hidden = _states[arena], input.shape[-1]
-    x = _fit(input.reshape(-1, hidden))
+    x = aligned(input.reshape(-1, hidden))
     rows = x.shape[0]
     assert rows * hidden <= state.elements, "FlashInfer does not check its buffers' size"
     # Its patterns with a norm all add a residual and do not check for a null pointer.
-    r = torch.zeros_like(x) if residual is None else _fit(residual.reshape(-1, hidden))
+    r = torch.zeros_like(x) if residual is None else aligned(residual.reshape(-1, hidden))
     normed, total = torch.empty_like(x), torch.empty_like(x)
     if one_shot is None:
         sent = (arena.world - 1) * x.numel() * x.itemsize
@@ -149,7 +150,7 @@ def all_reduce_rms_norm(
         residual_in=r,
         residual_out=total,
         norm_out=normed,
-        rms_gamma=_fit(weight),
+        rms_gamma=aligned(weight),
         rms_eps=eps,
         use_oneshot=one_shot,
         fp32_acc=True,
@@ -199,10 +200,3 @@ def _number(version: str) -> tuple[int, ...]:
 def _first_line(error: BaseException) -> str:
     """Of a message, which may be none: the kind of error is told beside it."""
     return (str(error).strip().splitlines() or [""])[0][:200]
-
-
-def _fit(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous and on a 16-byte boundary; a copy where it is not."""
-    if tensor.is_contiguous() and not tensor.data_ptr() % VECTOR_BYTES:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)

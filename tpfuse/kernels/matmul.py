@@ -27,10 +27,11 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None,
     scaled: bool,
     wire_dtype: torch.dtype | None,
-    unit: int,
+    share: int,
 ) -> torch.Tensor | None:
     """The operation of ``tpfuse.ops`` by the kernel that is asked for; None: by a product and a collective.
 
+    share  rows of each rank
     Raises ConfigError: that kernel cannot do this.
     """
     if kernel in (None, NCCL) or not input.numel():
@@ -38,13 +39,12 @@ def matmul_reduce_scatter(
     from tpfuse.kernels.cuda import matmul_reduce_scatter as own
 
     def room(space: Workspace) -> int:
-        rows, inner = input.shape
-        cut = own.tiling(-(-rows // space.arena.world), weight.shape[1], inner)
-        return own.most_rows(space, weight.shape[1], input.dtype, cut)
+        inner, columns = weight.shape
+        return own.most_rows(space, columns, input.dtype, own.tiling(share, columns, inner))
 
     why = "scales" if scaled else "" if wire_dtype in (None, input.dtype) else f"partial sums in {wire_dtype}"
     space = _workspace("matmul_reduce_scatter", kernel, group, input, [weight], why, room)
-    return own.matmul_reduce_scatter(space, input, weight, bias, unit)
+    return own.matmul_reduce_scatter(space, input, weight, bias, share)
 
 
 def all_gather_matmul(

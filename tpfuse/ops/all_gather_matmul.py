@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tpfuse.comm import groups
 from tpfuse.kernels import matmul
 from tpfuse.ops import library
-from tpfuse.ops.matmul import check_product, gather_rows, product
+from tpfuse.ops.matmul import check_dim, check_product, gather_rows, product
 
 NAME = "all_gather_matmul"
 
@@ -128,8 +128,7 @@ def all_gather_matmul(
     flat_scale = input_scale.reshape(-1, 1) if per_row and input_scale is not None else input_scale
     for weight, bias, scale in zip(listed, added, scales, strict=True):
         check_product(NAME, input, weight, bias, flat_scale, scale, out_dtype)
-    if not 0 <= dim < input.dim() - 1:
-        raise ValueError(f"{NAME}: dim must be 0 to {input.dim() - 2}, got {dim}")
+    check_dim(NAME, input, dim)
     matmul.check_name(NAME, kernel)
     moved = input.movedim(dim, 0)
     world = groups.size(group)

@@ -108,6 +108,18 @@ def check_product(
     require(len({t.device for t in tensors}) == 1, "all tensors must be on one device", [str(t.device) for t in tensors])
 
 
+def check_dim(op: str, input: torch.Tensor, dim: int) -> None:
+    """Raises ValueError: it is not a dimension of rows."""
+    if not 0 <= dim < input.dim() - 1:
+        raise ValueError(f"{op}: dim must be 0 to {input.dim() - 2}, got {dim}")
+
+
+def check_wire_dtype(op: str, wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Raises ValueError: partial sums of a result of ``dtype`` cannot travel so."""
+    if wire_dtype not in (None, torch.float32, dtype):
+        raise ValueError(f"{op}: wire_dtype must be torch.float32 or the result's, got {wire_dtype}")
+
+
 def _told(given: object) -> str:
     if isinstance(given, torch.Tensor):
         return f"{given.dtype} {list(given.shape)}"

@@ -16,7 +16,7 @@ from tpfuse.kernels import matmul
 from tpfuse.ops import library
 from tpfuse.ops.all_reduce import OP as all_reduce_op
 from tpfuse.ops.all_reduce import reference as all_reduce_reference
-from tpfuse.ops.matmul import check_product, product
+from tpfuse.ops.matmul import check_product, check_wire_dtype, product
 
 NAME = "matmul_all_reduce"
 
@@ -99,8 +99,7 @@ def matmul_all_reduce(
     Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: another ``kernel``.
     """
     check_product(NAME, input, weight, bias, input_scale, weight_scale, out_dtype)
-    if wire_dtype not in (None, torch.float32, out_dtype or input.dtype):
-        raise ValueError(f"{NAME}: wire_dtype must be torch.float32 or the result's, got {wire_dtype}")
+    check_wire_dtype(NAME, wire_dtype, out_dtype or input.dtype)
     if kernel not in (None, matmul.NCCL):
         raise ConfigError(f"kernel {kernel!r} cannot run {NAME}: the only one is {matmul.NCCL}")
     flat = input.reshape(-1, input.shape[-1])

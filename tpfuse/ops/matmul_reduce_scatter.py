@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tpfuse.comm import groups
 from tpfuse.kernels import matmul
 from tpfuse.ops import library
-from tpfuse.ops.matmul import check_product, product, scatter_sum, shard_rows
+from tpfuse.ops.matmul import check_dim, check_product, check_wire_dtype, product, scatter_sum, shard_rows
 
 NAME = "matmul_reduce_scatter"
 
@@ -59,7 +59,8 @@ def _run(
 ):
     if input.is_cuda:
         scaled = input_scale is not None
-        result = matmul.matmul_reduce_scatter(kernel_name, group, input, weight, bias, scaled, wire_dtype, unit)
+        share = shard_rows(input.shape[0], groups.size(group), unit)
+        result = matmul.matmul_reduce_scatter(kernel_name, group, input, weight, bias, scaled, wire_dtype, share)
         if result is not None:
             return result
     return reference(input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype, unit)
@@ -119,10 +120,8 @@ def matmul_reduce_scatter(
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.
     """
     check_product(NAME, input, weight, bias, input_scale, weight_scale, out_dtype)
-    if not 0 <= dim < input.dim() - 1:
-        raise ValueError(f"{NAME}: dim must be 0 to {input.dim() - 2}, got {dim}")
-    if wire_dtype not in (None, torch.float32, out_dtype or input.dtype):
-        raise ValueError(f"{NAME}: wire_dtype must be torch.float32 or the result's, got {wire_dtype}")
+    check_dim(NAME, input, dim)
+    check_wire_dtype(NAME, wire_dtype, out_dtype or input.dtype)
     matmul.check_name(NAME, kernel)
     moved = input.movedim(dim, 0)
     unit = moved.shape[1:-1].numel()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tpfuse.comm.workspace import BEGUN_OFFSET, COUNTS, COUNTS_OFFSET, DATA_OFFSET, Workspace
+from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.cuda.gemm import (
     BOX,
     STEP,
@@ -23,7 +24,6 @@ from tpfuse.kernels.cuda.gemm import (
     kernel_of,
     operand,
     right_operands,
-    vector,
 )
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
 
@@ -57,7 +57,7 @@ def all_gather_matmul(
     share, inner = input.shape
     columns = [weight.shape[1] for weight in weights]
     cut = cut or tiling(share, sum(columns))
-    a, added, (b_rows, bs) = by_rows(input), [vector(bias) for bias in biases], right_operands(weights)
+    a, added, (b_rows, bs) = by_rows(input), [aligned(bias) for bias in biases], right_operands(weights)
     outs = [torch.empty((arena.world * share, n), dtype=dtype, device=input.device) for n in columns]
     whole = torch.empty((arena.world, share, inner), dtype=dtype, device=input.device) if gathered else None
     most = most_rows(workspace, inner, dtype)

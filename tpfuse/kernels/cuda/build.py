@@ -16,6 +16,8 @@ import pathlib
 import uuid
 from typing import Any
 
+import torch
+
 from tpfuse import tables
 from tpfuse.errors import BuildError
 
@@ -31,8 +33,6 @@ def kernel(files: tuple[str, ...], name: str, options: tuple[tuple[str, int], ..
     options  macros
     Raises BuildError: NVRTC or the driver refuses, or their bindings are not installed.
     """
-    import torch
-
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the device's context is there
         major, minor = torch.cuda.get_device_capability(device)

@@ -86,13 +86,6 @@ def right_operands(weights: Sequence[torch.Tensor]) -> tuple[bool, list[torch.Te
     return False, [by_rows(weight.t()) for weight in weights]
 
 
-def vector(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Contiguous and on a 16-byte boundary: a copy where it is not."""
-    if tensor is None or (tensor.is_contiguous() and not tensor.data_ptr() % 16):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 def operand(matrix: torch.Tensor, rows: int, box_rows: int) -> TensorMap:
     """The first ``rows`` rows of a matrix that lies by rows."""
     pitch = matrix.stride(0) * matrix.element_size()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tpfuse.comm.workspace import BEGUN_OFFSET, DATA_OFFSET, FLAGS, FLAGS_OFFSET, Workspace
+from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.cuda.gemm import (
     BOX,
     STEP,
@@ -22,7 +23,6 @@ from tpfuse.kernels.cuda.gemm import (
     kernel_of,
     operand,
     right_operands,
-    vector,
 )
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
 
@@ -41,20 +41,21 @@ def matmul_reduce_scatter(
     workspace: Workspace,
     input: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    unit: int = 1,
+    bias: torch.Tensor | None,
+    share: int,
     *,
     cut: Tiling | None = None,
 ) -> torch.Tensor:
     """The operation of ``tpfuse.ops.matmul_reduce_scatter`` (see there), on what ``gemm.cannot`` has nothing against.
 
+    share  S, of every rank
     Partial sums travel in the input's dtype. Where they do not fit into half of the workspace at once, it is done in parts.
     Raises BuildError.
     """
     arena, dtype = workspace.arena, input.dtype
-    share, columns = -(-input.shape[0] // (unit * arena.world)) * unit, weight.shape[1]
+    columns = weight.shape[1]
     cut = cut or tiling(share, columns, input.shape[1])
-    a, bias, (b_rows, (b,)) = by_rows(input), vector(bias), right_operands([weight])
+    a, bias, (b_rows, (b,)) = by_rows(input), aligned(bias), right_operands([weight])
     out = torch.empty((share, columns), dtype=dtype, device=input.device)
     most = most_rows(workspace, columns, dtype, cut)
     kernel = kernel_of(workspace, FILES, options(arena.world, dtype, cut, b_rows), cut.shared_bytes)

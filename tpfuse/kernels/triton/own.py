@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from tpfuse.comm.arena import VECTOR_BYTES, Alone, Arena
+from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.layout import pieces
 from tpfuse.kernels.triton.launch import Options, Plan, plan
 from tpfuse.tables import Choice
@@ -46,8 +47,8 @@ def all_reduce_rms_norm(
     if odd:
         weight, residual, bias = (None if t is None else pad(t, (0, odd)) for t in (weight, residual, bias))
         input = pad(input, (0, odd))
-    x, w = _fit(input), _fit_weight(weight, dtype)
-    r, b = (None if t is None else _fit(t) for t in (residual, bias))
+    x, w = aligned(input), _fit_weight(weight, dtype)
+    r, b = aligned(residual), aligned(bias)
     rounded = normed_dtype == dtype and dtype != torch.float32
     product_is_narrow = rounded and (weight is None or (weight.dtype == dtype and not weight_offset))
     wide_out = out_dtype is not None and out_dtype != dtype and dtype != torch.float32 and not product_is_narrow
@@ -77,7 +78,7 @@ def all_reduce(arena: Arena, input: torch.Tensor, *, choice: Choice | None = Non
     """
     dtype, size = input.dtype, input.numel()
     odd = -size % (VECTOR_BYTES // dtype.itemsize)
-    x = _fit(pad(input.reshape(-1), (0, odd)) if odd else input)
+    x = aligned(pad(input.reshape(-1), (0, odd)) if odd else input)
     total = torch.empty(x.shape, dtype=dtype, device=x.device)
     vectors = _vectors(x.numel(), dtype)
     rows, per_row = pieces(vectors)
@@ -128,15 +129,8 @@ def _vectors(elements: int, dtype: torch.dtype) -> int:
     return elements * dtype.itemsize // VECTOR_BYTES
 
 
-def _fit(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous and on a 16-byte boundary; a copy where it is not."""
-    if tensor.is_contiguous() and not tensor.data_ptr() % VECTOR_BYTES:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 def _fit_weight(weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """In the row's dtype, or in fp32, which holds the 16-bit ones exactly."""
     if weight is None:
         return None
-    return _fit(weight if weight.dtype in (dtype, torch.float32) else weight.float())
+    return aligned(weight if weight.dtype in (dtype, torch.float32) else weight.float())
