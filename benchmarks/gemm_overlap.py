@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # registers its operations
 from timing import LIMIT, RESULTS, WIRE_BYTES_PER_US, Budget, Ranks, capture, commit, launch, write_rows
 
 from tpfuse import ops

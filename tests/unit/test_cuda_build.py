@@ -15,7 +15,7 @@ from tpfuse.kernels.cuda import matmul_reduce_scatter as scatter
 from tpfuse.kernels.cuda.gemm import Tiling
 
 pytest.importorskip("cuda.core")
-SMALL, LARGE = Tiling(128, 6), Tiling(256, 3)
+SMALL, LARGE = Tiling(128, 6), Tiling(256, 3, cluster=2)
 MOST_SHARED_BYTES = 227 << 10  # of a block
 OPTIONS = scatter.options(2, torch.bfloat16, SMALL, False)
 

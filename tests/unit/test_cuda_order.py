@@ -18,12 +18,13 @@ _HEAD = """
 #include <algorithm>
 using std::min;
 #define INLINE static inline
-constexpr int BM = 128, BK = 64, BN = 256;
+constexpr int BM = 128, BK = 64, BN = 256, CLUSTER = 1;
+static int cluster_place() { return 0; }
 """
 _SCATTER = """
 extern "C" void order(int count, int tiles, int lead, int down, int across, int* out) {
   for (int n = 0; n < count; n++) {
-    Tile t = tile_at(n, tiles, lead);
+    Unit t = unit_at(n, tiles, lead);
     Place at = place(t.number, down, tiles / down, across);
     int row[5] = {t.own, t.peer, t.number, at.row, at.column};
     for (int i = 0; i < 5; i++) out[5 * n + i] = row[i];
@@ -36,8 +37,8 @@ extern "C" void order(int count, int down, int per_rank, const int* columns, int
   for (int m = 0; m < MATRICES; m++) p.columns[m] = columns[m];
   p.across = across;
   for (int n = 0; n < count; n++) {
-    Tile t = tile_at(p, n, down, per_rank);
-    int row[4] = {t.source, t.matrix, t.row, t.column};
+    Unit t = unit_at(p, n, down, per_rank);
+    int row[4] = {t.source, t.matrix, t.at.row, t.at.column};
     for (int i = 0; i < 4; i++) out[4 * n + i] = row[i];
   }
 }
@@ -67,7 +68,7 @@ def rows_of(out: ctypes.Array, width: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_reduce_scatter(tmp_path, world):
     """Every tile once; an own one after those of the same number for all peers, and after the lead."""
-    source = part("matmul_reduce_scatter.cu", "struct Tile", 'extern "C"') + _SCATTER
+    source = part("matmul_reduce_scatter.cu", "struct Unit", 'extern "C"') + _SCATTER
     library = build(tmp_path, "scatter", source, WORLD=world, PEERS=world - 1)
     for down, columns, across in itertools.product((1, 3, 8, 13), (1, 5, 8), (1, 4, 8)):
         tiles = down * columns
@@ -92,7 +93,7 @@ def test_all_gather(tmp_path, world):
     """This rank's rows, then those of the rank before, and so on; every tile of every matrix once."""
     source = (
         "struct Params { int columns[MATRICES], across; };\n"
-        + part("all_gather_matmul.cu", "struct Tile", "INLINE int pieces_of")
+        + part("all_gather_matmul.cu", "struct Unit", "INLINE int pieces_of")
         + _GATHER
     )
     library = build(tmp_path, "gather", source, WORLD=world, PEERS=world - 1, MATRICES=3)

@@ -3,8 +3,8 @@
     header  {int32 epoch of the last call that has ended, int32 CTAs that have ended this one}, then for each source the
             epoch of the call that it has begun
     flags   int32 each, some for each source: the epoch that has arrived
-    counts  int32 each, in two halves, some for each source: pieces that have arrived
-    data    in two halves, which the calls take in turn
+    counts  int32 each, some for each source: pieces that have arrived
+    data    as many bytes as the arena has. A rank writes to another once that has begun the same call, so all calls use it
 
 It stands beside the group's arena, whose control block and order of calls it shares, and like that it never grows or moves.
 """
@@ -21,10 +21,10 @@ from tpfuse.comm.arena import Arena, plain_tensors
 from tpfuse.comm.symmetric import SymmetricMemory
 from tpfuse.errors import first_line
 
-FLAGS, COUNTS = 1 << 16, 1 << 13  # of all sources; of all sources in each half
+FLAGS, COUNTS = 1 << 16, 1 << 13  # of all sources
 BEGUN_OFFSET, FLAGS_OFFSET = 256, 4096
 COUNTS_OFFSET = FLAGS_OFFSET + 4 * FLAGS
-DATA_OFFSET = COUNTS_OFFSET + 8 * COUNTS
+DATA_OFFSET = COUNTS_OFFSET + 4 * COUNTS
 _SUBJECT = "making the workspace of GEMMs"
 
 
@@ -33,15 +33,15 @@ class Workspace:
 
     base   address of this rank's block
     peers  of those of rank + 1, rank + 2, ...
-    half   bytes of each half of the data
+    bytes  of the data
     """
 
     def __init__(self, arena: Arena, size: int) -> None:
         """Only the part that cannot hang."""
         self.arena = arena
-        self._symmetric = SymmetricMemory(arena.device, size)
+        self._symmetric = SymmetricMemory(arena.device, DATA_OFFSET + size)
         self.kernels: dict[tuple, int] = {}  # that all ranks have built
-        self.half = (size - DATA_OFFSET) // 2 // 1024 * 1024
+        self.bytes = size
 
     def connect(self, name: str) -> None:
         """The collective part."""
@@ -51,12 +51,9 @@ class Workspace:
         self.base, self.peers = bases[rank], [*bases[rank + 1 :], *bases[:rank]]
         torch.cuda.synchronize(self.arena.device)
 
-    def newest(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """A copy of the beginning of the half that the last call on this stream has used."""
-        words = self._symmetric.tensor
-        data = words[DATA_OFFSET // 4 : (DATA_OFFSET + 2 * self.half) // 4].view(dtype).view(2, -1)
-        half = words[:1] & 1  # the epoch is known on the device alone
-        return data[:, : math.prod(shape)].index_select(0, half).view(shape)
+    def data(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The beginning of the data."""
+        return self._symmetric.tensor[DATA_OFFSET // 4 :].view(dtype)[: math.prod(shape)].view(shape)
 
 
 def of(arena: Arena) -> Workspace | str:

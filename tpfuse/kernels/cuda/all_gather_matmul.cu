@@ -2,10 +2,10 @@
 // peers in paced pieces; tiles of a peer's rows wait until those have arrived.
 //
 // One CTA per multiprocessor, all resident. Warp group 0: warp 0 loads operands, warp 1 stores tiles of C, warp 2 pushes.
-// Groups 1, 2: wgmma. Needs WORLD, MATRICES, BN, STAGES, ELEMENT (0: bf16, 1: fp16).
+// Groups 1, 2: wgmma. Needs WORLD, MATRICES, BN, STAGES, CLUSTER, ELEMENT (0: bf16, 1: fp16).
 //
-// Epochs and halves as in matmul_reduce_scatter.cu. A count per block of rows and source tells the owner how many pieces have
-// arrived; the last CTA of a call to end sets those of its half to zero, before this rank begins the call after it.
+// Epochs as in matmul_reduce_scatter.cu. A count per block of rows and source tells the owner how many pieces have arrived; the
+// last CTA of a call to end sets them to zero, before this rank begins the call after it.
 
 constexpr int PEERS = WORLD - 1;
 constexpr int PIECE_ROWS = 64, PIECE_BYTES = PIECE_ROWS * BK * 2;
@@ -13,13 +13,13 @@ constexpr int PIECE_ROWS = 64, PIECE_BYTES = PIECE_ROWS * BK * 2;
 struct Params {
   TensorMap a;               // [first + count, K], this rank's rows
   TensorMap piece;           // the same, in pieces
-  TensorMap gathered;        // [2, PEERS, count, K]: by half, then source
+  TensorMap gathered;        // [PEERS, count, K]: by source
   TensorMap sent[PEERS];     // the same of rank + 1, rank + 2, ..., in pieces
   TensorMap b[MATRICES];     // [N, K] each
   TensorMap out[MATRICES];   // [WORLD, first + count, N] each: planes of S rows
   int* peer_counts[PEERS];   // theirs: as counts
   int* peer_begun[PEERS];
-  int* counts;               // [2, PEERS, stride]: source rank + 1, rank + 2, ...; a block of rows each
+  int* counts;               // [PEERS, stride]: source rank + 1, rank + 2, ...; a block of rows each
   int* begun;                // [PEERS]
   int* epoch;                // {of the last call that has ended, CTAs that have ended this one}
   Control* control;
@@ -31,36 +31,35 @@ struct Params {
   int stride, tag;
 };
 
-// Tiles of one rank's rows over all matrices, and where one of them lies.
-struct Tile {
+// Units (the tiles of a cluster) of one rank's rows over all matrices, and where one of them lies.
+struct Unit {
   int source;  // -1: this rank; else an index of a peer
-  int matrix, row, column;
+  int matrix;
+  Place at;
 };
 
-INLINE Tile tile_at(const Params& p, int n, int down, int per_rank) {
-  Tile t;
+INLINE Unit unit_at(const Params& p, int n, int down, int per_rank) {
+  Unit t;
   int turn = n / per_rank, rest = n - turn * per_rank;
   // A rank sends to the next one first, so the one before is here first.
   t.source = turn ? PEERS - turn : -1;
   t.matrix = 0;
   for (int m = 0; m < MATRICES - 1; m++) {
-    int tiles = down * ((p.columns[m] + BN - 1) / BN);
-    if (t.matrix == m && rest >= tiles) {
-      rest -= tiles;
+    int units = down * ((p.columns[m] + BN - 1) / BN);
+    if (t.matrix == m && rest >= units) {
+      rest -= units;
       t.matrix = m + 1;
     }
   }
   int columns = 0;
   for (int m = 0; m < MATRICES; m++)
     if (m == t.matrix) columns = (p.columns[m] + BN - 1) / BN;
-  Place at = place(rest, down, columns, p.across);
-  t.row = at.row;
-  t.column = at.column;
+  t.at = place(rest, down, columns, p.across);
   return t;
 }
 
 INLINE int pieces_of(const Params& p, int block) {
-  int rows = min(BM, p.count - block * BM);
+  int rows = max(0, min(BM, p.count - block * BM));
   return (rows + PIECE_ROWS - 1) / PIECE_ROWS * ((p.inner + BK - 1) / BK);
 }
 
@@ -69,7 +68,7 @@ INLINE void count_piece(int* count) {
   asm volatile("red.release.sys.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES + 3];
   __shared__ int poisoned;
@@ -85,37 +84,39 @@ extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __g
     poisoned = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  int ended = load_flag(p.epoch), epoch = after(ended), half = epoch & 1;  // by all threads, before any of this CTA ends the call
+  int epoch = after(load_flag(p.epoch));  // by all threads, before any of this CTA ends the call
   __syncthreads();
-  int down = (p.count + BM - 1) / BM, steps = (p.inner + BK - 1) / BK, per_rank = 0;
+  cluster_sync();
+  int down = (p.count + BM * CLUSTER - 1) / (BM * CLUSTER), steps = (p.inner + BK - 1) / BK, per_rank = 0;
   for (int m = 0; m < MATRICES; m++) per_rank += down * ((p.columns[m] + BN - 1) / BN);
-  int total = per_rank * WORLD;
+  int total = per_rank * WORLD, first_unit = blockIdx.x / CLUSTER, at_once = gridDim.x / CLUSTER;
 
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     if (warp == 0 && lane == 0) {
       bool dead = load_flag(&p.control->abort);
-      for (int n = blockIdx.x; n < total; n += gridDim.x) {
-        Tile t = tile_at(p, n, down, per_rank);
+      for (int n = first_unit; n < total; n += at_once) {
+        Unit t = unit_at(p, n, down, per_rank);
         const TensorMap* b = &p.b[0];
         for (int m = 1; m < MATRICES; m++)
           if (m == t.matrix) b = &p.b[m];
         if (t.source < 0) {
           if (dead) *(volatile int*)&poisoned = 1;
-          stages.load(&p.a, b, p.first + t.row * BM, t.column * BN, steps);
+          stages.load(&p.a, b, p.first + row_of(t.at), t.at.column * BN, steps);
           continue;
         }
         int peer = (p.rank + 1 + t.source) % WORLD;
-        const int* count = p.counts + (half * PEERS + t.source) * p.stride + t.row;
-        dead = dead || !wait_for(count, pieces_of(p, t.row), p.control, p.tag + (peer << 8));
+        int block = row_of(t.at) / BM;
+        const int* count = p.counts + t.source * p.stride + block;
+        dead = dead || !wait_for(count, pieces_of(p, block), p.control, p.tag + (peer << 8));
         if (dead) *(volatile int*)&poisoned = 1;
         proxy_fence();
-        stages.load(&p.gathered, b, t.row * BM, t.column * BN, steps, t.source, half);
+        stages.load(&p.gathered, b, row_of(t.at), t.at.column * BN, steps, t.source);
       }
     } else if (warp == 1 && lane == 0) {
       uint32_t filled_parity = 0;
-      for (int n = blockIdx.x; n < total; n += gridDim.x) {
-        Tile t = tile_at(p, n, down, per_rank);
+      for (int n = first_unit; n < total; n += at_once) {
+        Unit t = unit_at(p, n, down, per_rank);
         tma_wait_read();
         barrier_arrive(free);
         barrier_wait(filled, filled_parity);
@@ -125,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __g
           if (m == t.matrix) out = &p.out[m];
         int owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
         for (int j = 0; j < BOXES; j++)
-          tma_store(out, tile + j * BOX_BYTES, t.column * BN + j * 64, p.first + t.row * BM, owner);
+          tma_store(out, tile + j * BOX_BYTES, t.at.column * BN + j * 64, p.first + row_of(t.at), owner);
         tma_commit();
       }
       tma_wait_written<0>();
@@ -138,9 +139,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __g
       for (int i = 0; i < PEERS && !dead; i++) {
         // Of rank + 1 + i, this rank is source WORLD - 2 - i.
         int source = PEERS - 1 - i, peer = (p.rank + 1 + i) % WORLD;
-        int* counts = p.peer_counts[i] + (half * PEERS + source) * p.stride;
+        int* counts = p.peer_counts[i] + source * p.stride;
         int before = -1, last = -1;  // blocks of the pieces that are still on their way
-        dead = !wait_for(p.begun + i, ended, p.control, p.tag + (peer << 8));
+        dead = !wait_for(p.begun + i, epoch, p.control, p.tag + (peer << 8));
         long long next = clock64();
         for (int n = blockIdx.x; n < wide * high && !dead; n += gridDim.x, turn++) {
           int row = n / wide * PIECE_ROWS, column = n % wide * BK;
@@ -154,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __g
           // Paced: a burst from all multiprocessors would fill the way to the link, and the operands' loads would queue behind.
           while (clock64() < next) asm volatile("nanosleep.u32 64;");
           next += p.pause;
-          tma_store(&p.sent[i], buffer, column, row, source, half);
+          tma_store(&p.sent[i], buffer, column, row, source);
           tma_commit();
           before = last;
           last = row / BM;
@@ -170,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __g
       __threadfence();
       if (atomicAdd(p.epoch + 1, 1) == gridDim.x - 1) {
         for (int i = 0; i < PEERS; i++)
-          for (int j = 0; j < down; j++) *(volatile int*)(p.counts + (half * PEERS + i) * p.stride + j) = 0;
+          for (int j = 0; j * BM < p.count; j++) *(volatile int*)(p.counts + i * p.stride + j) = 0;
         *(volatile int*)(p.epoch + 1) = 0;
         store_flag(p.epoch, epoch);
       }
@@ -180,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __g
     int thread = threadIdx.x & 127, first_row = (group - 1) * 64 + thread / 32 * 16;
     uint32_t free_parity = 0;
     float c[BN / 2];
-    for (int n = blockIdx.x; n < total; n += gridDim.x) {
-      Tile t = tile_at(p, n, down, per_rank);
+    for (int n = first_unit; n < total; n += at_once) {
+      Unit t = unit_at(p, n, down, per_rank);
       multiply_tile(c, stages, steps, group - 1, thread);
       const uint16_t* bias = p.bias[0];
       int columns = p.columns[0];
@@ -199,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __g
 #pragma unroll
         for (int k = 0; k < 4; k++) {
           // Words 0 and 1 are of columns 16 j + 2 * (lane % 4) and the next, of two rows; 2 and 3 of columns 8 further on.
-          int column = t.column * BN + 16 * j + (k >> 1) * 8 + 2 * (lane & 3);
+          int column = t.at.column * BN + 16 * j + (k >> 1) * 8 + 2 * (lane & 3);
           float left = c[8 * j + 2 * k], right = c[8 * j + 2 * k + 1];
           if (bias && column < columns) {
             uint32_t added = *(const uint32_t*)(bias + column);
@@ -215,4 +216,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) all_gather_matmul(const __g
       if (thread == 0) barrier_arrive(filled);
     }
   }
+  cluster_sync();  // no CTA leaves while another may still signal it
 }

@@ -23,6 +23,7 @@ from tpfuse.kernels.cuda.gemm import (
     by_rows,
     kernel_of,
     operand,
+    parts,
     right_operands,
 )
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
@@ -51,7 +52,7 @@ def all_gather_matmul(
 ) -> list[torch.Tensor]:
     """The operation of ``tpfuse.ops.all_gather_matmul`` (see there), on what ``gemm.cannot`` has nothing against.
 
-    Where the peers' rows do not fit into half of the workspace at once, it is done in parts. Raises BuildError.
+    Where the peers' rows do not fit into the workspace at once, it is done in parts. Raises BuildError.
     """
     arena, dtype = workspace.arena, input.dtype
     share, inner = input.shape
@@ -64,15 +65,14 @@ def all_gather_matmul(
     shared_bytes = cut.shared_bytes + _BOUNCE_BYTES
     kernel = kernel_of(workspace, FILES, options(arena.world, len(weights), dtype, cut, b_rows), shared_bytes)
     stream = arena.enter()
-    for first in range(0, share, most):
-        count = min(most, share - first)
+    for first, count in parts(share, most):
         tiles = sum(cut.tiles(count, n) for n in columns) * arena.world
-        blocks = min(arena.multiprocessors, tiles)
+        blocks = cut.blocks(arena.multiprocessors, tiles)
         made = Parameters(parameters(arena.world, len(weights)))
         _fill(made.fields, workspace, (a, bs, b_rows, outs, added), (share, first, count), cut, tiles)
         made.launch(kernel, blocks, THREADS, shared_bytes, stream)
         if whole is not None:
-            arrived = workspace.newest(dtype, (arena.world - 1, count, inner))
+            arrived = workspace.data(dtype, (arena.world - 1, count, inner))
             whole[arena.rank, first : first + count] = a[first : first + count]
             for number in range(arena.world - 1):
                 whole[(arena.rank + 1 + number) % arena.world, first : first + count] = arrived[number]
@@ -83,7 +83,7 @@ def all_gather_matmul(
 def most_rows(workspace: Workspace, inner: int, dtype: torch.dtype) -> int:
     """Rows of a rank in one launch, maybe none: by the room for the peers' rows, and for a count per block of rows."""
     peers = workspace.arena.world - 1
-    return min(workspace.half // (peers * inner * dtype.itemsize) // TILE_ROWS, COUNTS // peers) * TILE_ROWS
+    return min(workspace.bytes // (peers * inner * dtype.itemsize) // TILE_ROWS, COUNTS // peers) * TILE_ROWS
 
 
 def _fill(
@@ -93,14 +93,14 @@ def _fill(
     inner, (share, first, count) = a.shape[1], part
     arena, peers, dtype, item = workspace.arena, workspace.arena.world - 1, a.dtype, a.element_size()
     fields.a, fields.piece = operand(a, first + count, TILE_ROWS), operand(a, first + count, _PIECE_ROWS)
-    planes, pitches = (inner, count, peers, 2), (inner * item, count * inner * item, workspace.half)
-    fields.gathered = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (STEP, TILE_ROWS, 1, 1))
+    planes, pitches = (inner, count, peers), (inner * item, count * inner * item)
+    fields.gathered = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (STEP, TILE_ROWS, 1))
     for number, peer in enumerate(workspace.peers):
-        fields.sent[number] = tensor_map(peer + DATA_OFFSET, dtype, planes, pitches, (STEP, _PIECE_ROWS, 1, 1))
+        fields.sent[number] = tensor_map(peer + DATA_OFFSET, dtype, planes, pitches, (STEP, _PIECE_ROWS, 1))
         fields.peer_counts[number], fields.peer_begun[number] = peer + COUNTS_OFFSET, peer + BEGUN_OFFSET
     for number, (b, out) in enumerate(zip(bs, outs, strict=True)):
         columns, bias = out.shape[1], biases[number] if biases else None
-        fields.b[number] = operand(b, b.shape[0], STEP if b_rows else cut.columns)
+        fields.b[number] = operand(b, b.shape[0], STEP if b_rows else cut.columns // cut.cluster)
         fields.columns[number] = columns
         sizes, steps = (columns, first + count, arena.world), (columns * item, share * columns * item)
         fields.out[number] = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, TILE_ROWS, 1))
@@ -108,7 +108,7 @@ def _fill(
     fields.counts, fields.begun = workspace.base + COUNTS_OFFSET, workspace.base + BEGUN_OFFSET
     fields.epoch, fields.control = workspace.base, arena.control
     fields.inner, fields.first, fields.count = inner, first, count
-    fields.rank, fields.across = arena.rank, cut.across
+    fields.rank, fields.across = arena.rank, max(1, cut.across // cut.cluster)
     pieces = -(-count // _PIECE_ROWS) * -(-inner // STEP) * peers
     # What is sent should have gone by the time that the last rank's rows are begun.
     fields.pause = int(cut.pace * cut.clocks(inner) * tiles * peers / arena.world / max(1, pieces))

@@ -1,13 +1,36 @@
 // The main loop of a persistent, warp-specialised GEMM on Hopper: one warp loads by TMA, two warp groups multiply by wgmma.
 //
 // A [M, K] with K contiguous and B [N, K] with K contiguous (B_ROWS 0) or N (B_ROWS 1), 16-bit; C in fp32 registers, 64 x BN
-// per warp group. Needs BN, STAGES, B_ROWS.
+// per warp group. Needs BN, STAGES, B_ROWS, CLUSTER.
+//
+// CLUSTER (1 or 2) CTAs compute tiles one below the other at the same time. Each loads its rows of A, and its part of B for
+// all of them.
 
 constexpr int BM = 128, BK = 64;
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 // A tile of C in shared memory: boxes of 64 columns, rows of 128 bytes, swizzled as the tensor maps say.
 constexpr int BOXES = BN / 64, BOX_BYTES = BM * 128, TILE_BYTES = BOXES * BOX_BYTES;
 constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
+
+// -- a cluster ---------------------------------------------------------------------------------------------------------
+
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+INLINE int cluster_place() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
+
+// All threads of all its CTAs.
+INLINE void cluster_sync() {
+#if CLUSTER > 1
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// -- the main loop -----------------------------------------------------------------------------------------------------
 
 // A ring of stages, as the loader and the multipliers go through it.
 struct Stages {
@@ -21,7 +44,7 @@ struct Stages {
   INLINE void init() {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 2);
+      barrier_init(empty + 8 * i, 2 * CLUSTER);
     }
   }
 
@@ -32,22 +55,29 @@ struct Stages {
     }
   }
 
-  // One thread: all of K for one tile. plane, half: of A, where it is a buffer that peers write.
-  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int steps, int plane = -1, int half = 0) {
+  // One thread: all of K for one tile. plane: of A, where it is a buffer that peers write.
+  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int steps, int plane = -1) {
+    constexpr int PART = BN / CLUSTER;
+    column += cluster_place() * PART;
     for (int k = 0; k < steps; k++, next()) {
-      uint32_t to = data + stage * STAGE_BYTES, barrier = full + 8 * stage;
+      uint32_t to = data + stage * STAGE_BYTES, to_b = to + A_BYTES + cluster_place() * PART * BK * 2, barrier = full + 8 * stage;
       barrier_wait(empty + 8 * stage, parity ^ 1);
       barrier_expect(barrier, STAGE_BYTES);
       if (plane < 0)
         tma_load(to, a, barrier, k * BK, row);
       else
-        tma_load(to, a, barrier, k * BK, row, plane, half);
+        tma_load(to, a, barrier, k * BK, row, plane);
 #if B_ROWS
-      for (int j = 0; j < BOXES; j++) tma_load(to + A_BYTES + j * 64 * BK * 2, b, barrier, column + j * 64, k * BK);
+      for (int j = 0; j < PART / 64; j++) tma_load_all(to_b + j * 64 * BK * 2, b, barrier, column + j * 64, k * BK);
 #else
-      tma_load(to + A_BYTES, b, barrier, k * BK, column);
+      tma_load_all(to_b, b, barrier, k * BK, column);
 #endif
     }
+  }
+
+  // All threads of a warp group: the stage that has this barrier is not read any more.
+  INLINE static void release(uint32_t barrier, int thread) {
+    if (thread < CLUSTER) barrier_arrive_at<CLUSTER>(barrier, thread);
   }
 };
 
@@ -111,14 +141,14 @@ INLINE void multiply_tile(float* c, Stages& stages, int steps, int group, int th
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     if (k) {  // the step before has been read now
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-      if (thread == 0) barrier_arrive(before);
+      Stages::release(before, thread);
     }
     before = stages.empty + 8 * stages.stage;
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(c[i])::"memory");  // not used before this line
-  if (thread == 0) barrier_arrive(before);
+  Stages::release(before, thread);
 }
 
 // A thread's 16 bytes in a tile: for columns 16 j to 16 j + 15 of its warp's 16 rows. lane: of the warp, row: its first row.
@@ -140,11 +170,14 @@ INLINE void tile_store(uint32_t address, const uint32_t* words) {
                : "memory");
 }
 
-// Where the n-th tile of a matrix of rows x columns tiles lies: groups of `across` rows, column by column, so that what is
-// computed at one time shares operands in the L2 cache.
+// Where the n-th unit (the tiles of a cluster) of a matrix of rows x columns units lies: groups of `across` rows, column by
+// column, so that what is computed at one time shares operands in the L2 cache.
 struct Place {
   int row, column;
 };
+
+// The first row of this CTA's tile.
+INLINE int row_of(Place at) { return (at.row * CLUSTER + cluster_place()) * BM; }
 
 INLINE Place place(int n, int rows, int columns, int across) {
   int group = n / (across * columns), first = group * across, height = min(rows - first, across);

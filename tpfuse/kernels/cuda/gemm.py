@@ -28,6 +28,7 @@ class Tiling:
     """How the work is cut.
 
     columns  of a tile, 128 or 256; stages: of its operands in shared memory
+    cluster  multiprocessors, 1 or 2, that share what they load of the weight
     across   rows of tiles that are computed together, for the L2 cache
     lead     reduce-scatter: tiles of the peers, per multiprocessor, before own ones are mixed in; None: all of them
     pace     pause between pieces that are sent, as a share of what would spread them over the time there is
@@ -35,6 +36,7 @@ class Tiling:
 
     columns: int = 256
     stages: int = 3
+    cluster: int = 1
     across: int = 8
     lead: int | None = None
     pace: float = 0.8
@@ -44,8 +46,18 @@ class Tiling:
         """For operands and one tile of the result, aligned."""
         return self.stages * (TILE_ROWS + self.columns) * STEP * 2 + TILE_ROWS * self.columns * 2 + 1024
 
+    @property
+    def unit_rows(self) -> int:
+        """Of a cluster's tiles together."""
+        return TILE_ROWS * self.cluster
+
     def tiles(self, rows: int, columns: int) -> int:
-        return -(-rows // TILE_ROWS) * -(-columns // self.columns)
+        """Of a matrix, with those of nothing that fill up the last cluster."""
+        return -(-rows // self.unit_rows) * self.cluster * -(-columns // self.columns)
+
+    def blocks(self, multiprocessors: int, tiles: int) -> int:
+        """Of a grid: all resident, whole clusters."""
+        return min(multiprocessors // self.cluster * self.cluster, tiles)
 
     def clocks(self, inner: int) -> float:
         """Of a multiprocessor, for one tile."""
@@ -53,7 +65,7 @@ class Tiling:
 
     def options(self, world: int, dtype: torch.dtype, b_rows: bool) -> tuple[tuple[str, int], ...]:
         """Macros that every kernel is compiled with. b_rows: B has N contiguous, not K."""
-        sizes = (("BN", self.columns), ("STAGES", self.stages))
+        sizes = (("BN", self.columns), ("STAGES", self.stages), ("CLUSTER", self.cluster))
         return ("WORLD", world), ("ELEMENT", ELEMENTS[dtype]), *sizes, ("B_ROWS", int(b_rows))
 
 
@@ -77,6 +89,13 @@ def lies_by_rows(matrix: torch.Tensor) -> bool:
 def by_rows(matrix: torch.Tensor) -> torch.Tensor:
     """It, or a copy that lies by rows."""
     return matrix if lies_by_rows(matrix) else matrix.clone(memory_format=torch.contiguous_format)
+
+
+def parts(share: int, most: int) -> list[tuple[int, int]]:
+    """(first row, rows) of launches of at most ``most`` rows of each rank: as few as can be, about the same for all."""
+    count = -(-share // most)
+    rows = -(-share // count // TILE_ROWS) * TILE_ROWS
+    return [(first, min(rows, share - first)) for first in range(0, share, rows)]
 
 
 def right_operands(weights: Sequence[torch.Tensor]) -> tuple[bool, list[torch.Tensor]]:

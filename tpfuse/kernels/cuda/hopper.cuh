@@ -35,6 +35,18 @@ INLINE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// At the same place in the shared memory of a CTA of the cluster.
+template <int CTAS>
+INLINE void barrier_arrive_at(uint32_t barrier, int cta) {
+  if (CTAS == 1)
+    barrier_arrive(barrier);
+  else
+    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(
+                     barrier),
+                 "r"(cta)
+                 : "memory");
+}
+
 INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(barrier),
@@ -53,6 +65,26 @@ INLINE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int co
       : "memory");
 }
 
+// To the same place in the shared memory of every CTA of the cluster, each of whose barriers is told.
+INLINE void tma_load_all(uint32_t to, const TensorMap* map, uint32_t barrier, int column, int row) {
+#if CLUSTER == 1
+  tma_load(to, map, barrier, column, row);
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], "
+      "[%2], %5;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"((uint16_t)((1 << CLUSTER) - 1))
+      : "memory");
+#endif
+}
+
+INLINE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int column, int row, int plane) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(plane)
+      : "memory");
+}
+
 INLINE void tma_store(const TensorMap* map, uint32_t from, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
                "r"(column), "r"(row)
@@ -62,21 +94,6 @@ INLINE void tma_store(const TensorMap* map, uint32_t from, int column, int row) 
 INLINE void tma_store(const TensorMap* map, uint32_t from, int column, int row, int plane) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
                "r"(column), "r"(row), "r"(plane)
-               : "memory");
-}
-
-// A plane of one half of a buffer.
-INLINE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int column, int row, int plane, int half) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-          to),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(plane), "r"(half)
-      : "memory");
-}
-
-INLINE void tma_store(const TensorMap* map, uint32_t from, int column, int row, int plane, int half) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from),
-               "r"(column), "r"(row), "r"(plane), "r"(half)
                : "memory");
 }
 

@@ -2,18 +2,18 @@
 // tiles are computed; own tiles add what the peers have sent, in a fixed order, before they are stored.
 //
 // One CTA per multiprocessor, all resident. Warp group 0: warp 0 loads operands, warp 1 moves tiles of C. Groups 1, 2: wgmma.
-// Needs WORLD, BN, STAGES, ELEMENT (0: bf16, 1: fp16), PIECE_ROWS.
+// Needs WORLD, BN, STAGES, CLUSTER, ELEMENT (0: bf16, 1: fp16), PIECE_ROWS.
 //
-// A call has an epoch, the same on all ranks. Partial sums go to the half of the owner's buffer that the epoch's lowest bit
-// says, once the owner has begun the call before, and so has ended the last one that used this half. A flag per tile and
-// source tells the owner the epoch that has arrived.
+// A call has an epoch, the same on all ranks. Partial sums go to the owner's buffer once the owner has begun the same call:
+// what the call before has received there has been read then. A flag per tile and source tells the owner the epoch that has
+// arrived.
 
 constexpr int PEERS = WORLD - 1;
 
 struct Params {
   TensorMap a, b;          // [M, K], [N, K]
   TensorMap out;           // [S, N], this rank's rows
-  TensorMap received;      // [2, PEERS, count, N]: by half, then source
+  TensorMap received;      // [PEERS, count, N]: by source
   TensorMap sent[PEERS];   // the same of rank + 1, rank + 2, ...
   int* peer_flags[PEERS];  // theirs: as flags
   int* peer_begun[PEERS];
@@ -28,16 +28,16 @@ struct Params {
   int stride, tag;
 };
 
-// The n-th tile of all in the order of computing: `lead` of the peers', then one of ours after each PEERS of theirs, then the
-// rest of ours. Peers take turns within a tile's place, so that no rank is sent to by all at once.
-// `lead` is a multiple of PEERS. A tile of ours comes after those of the same number at all peers, so no rank waits for what
+// The n-th unit of work in the order of computing, a unit being the tiles of a cluster: `lead` of the peers', then one of ours
+// after each PEERS of theirs, then the rest of ours. Peers take turns within a tile's place, so that no rank is sent to by all at once.
+// `lead` is a multiple of PEERS. A unit of ours comes after those of the same number at all peers, so no rank waits for what
 // waits for it.
-struct Tile {
+struct Unit {
   int own, peer, number;
 };
 
-INLINE Tile tile_at(int n, int tiles, int lead) {
-  int theirs = tiles * PEERS, index = n - lead;
+INLINE Unit unit_at(int n, int units, int lead) {
+  int theirs = units * PEERS, index = n - lead;
   if (index < 0) return {0, n % PEERS, n / PEERS};
   int mixed = (theirs - lead) / PEERS;  // rounds of PEERS of theirs and one of ours
   if (index < mixed * WORLD) {
@@ -49,7 +49,7 @@ INLINE Tile tile_at(int n, int tiles, int lead) {
   return {1, 0, n - theirs};
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_scatter(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES + 4];
   __shared__ int poisoned;
@@ -68,20 +68,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  int down = (p.count + BM - 1) / BM, across = (p.columns + BN - 1) / BN, tiles = down * across;
-  int steps = (p.inner + BK - 1) / BK, total = tiles * WORLD;
+  cluster_sync();
+  // Below the last row there may be a tile of nothing: it is loaded as zeros, and not stored.
+  int down = (p.count + BM * CLUSTER - 1) / (BM * CLUSTER), across = (p.columns + BN - 1) / BN, units = down * across;
+  int steps = (p.inner + BK - 1) / BK, total = units * WORLD, first_unit = blockIdx.x / CLUSTER, at_once = gridDim.x / CLUSTER;
 
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     if (warp == 0 && lane == 0) {
-      for (int n = blockIdx.x; n < total; n += gridDim.x) {
-        Tile t = tile_at(n, tiles, p.lead);
+      for (int n = first_unit; n < total; n += at_once) {
+        Unit t = unit_at(n, units, p.lead);
         Place at = place(t.number, down, across, p.across);
         int owner = t.own ? p.rank : (p.rank + 1 + t.peer) % WORLD;
-        stages.load(&p.a, &p.b, owner * p.share + p.first + at.row * BM, at.column * BN, steps);
+        stages.load(&p.a, &p.b, owner * p.share + p.first + row_of(at), at.column * BN, steps);
       }
     } else if (warp == 1 && lane == 0) {
-      int before = load_flag(p.epoch), epoch = after(before), half = epoch & 1;
+      int epoch = after(load_flag(p.epoch));
       bool dead = load_flag(&p.control->abort), may_push[PEERS];
       uint32_t filled_parity = 0, added_parity = 0;
       for (int i = 0; i < PEERS; i++) {
@@ -89,10 +91,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
         // Of rank + 1 + i, this rank is source WORLD - 2 - i.
         if (blockIdx.x == 0 && !dead) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
       }
-      for (int n = blockIdx.x; n < total; n += gridDim.x) {
-        Tile t = tile_at(n, tiles, p.lead);
+      for (int n = first_unit; n < total; n += at_once) {
+        Unit t = unit_at(n, units, p.lead);
         Place at = place(t.number, down, across, p.across);
-        int row = at.row * BM, column = at.column * BN;
+        int row = row_of(at), column = at.column * BN, number = t.number * CLUSTER + cluster_place();
         tma_wait_read();
         if (t.own) {
           for (int i = 0; i < PEERS; i++) {
@@ -100,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
               barrier_wait(added, added_parity);
               added_parity ^= 1;
             }
-            dead = dead || !wait_for(p.flags + i * p.stride + t.number, epoch, p.control, p.tag + ((p.rank + 1 + i) % WORLD << 8));
+            int peer = (p.rank + 1 + i) % WORLD;
+            dead = dead || !wait_for(p.flags + i * p.stride + number, epoch, p.control, p.tag + (peer << 8));
             if (dead) {
               *(volatile int*)&poisoned = 1;
               barrier_arrive(arrived);
@@ -109,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
             proxy_fence();
             barrier_expect(arrived, TILE_BYTES);
             for (int j = 0; j < BOXES; j++)
-              tma_load(tile + j * BOX_BYTES, &p.received, arrived, column + j * 64, row, i, half);
+              tma_load(tile + j * BOX_BYTES, &p.received, arrived, column + j * 64, row, i);
           }
         } else {
           barrier_arrive(free);
@@ -124,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
         int source = PEERS - 1 - t.peer;
         if (!dead && !may_push[t.peer]) {
           int peer = (p.rank + 1 + t.peer) % WORLD;
-          may_push[t.peer] = wait_for(p.begun + t.peer, before, p.control, p.tag + (peer << 8));
+          may_push[t.peer] = wait_for(p.begun + t.peer, epoch, p.control, p.tag + (peer << 8));
           dead = !may_push[t.peer];
         }
         if (dead) continue;
@@ -134,14 +137,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
           for (int j = 0; j < BOXES && column + j * 64 < p.columns; j++) {
             while (clock64() < next) asm volatile("nanosleep.u32 64;");
             next += p.pause;
-            tma_store(&p.sent[t.peer], tile + j * BOX_BYTES + r * 128, column + j * 64, row + r, source, half);
+            tma_store(&p.sent[t.peer], tile + j * BOX_BYTES + r * 128, column + j * 64, row + r, source);
             tma_commit();
             tma_wait_written<1>();
           }
         }
         tma_wait_written<0>();
         proxy_fence();
-        store_flag(p.peer_flags[t.peer] + source * p.stride + t.number, epoch);
+        store_flag(p.peer_flags[t.peer] + source * p.stride + number, epoch);
       }
       tma_wait_written<0>();
       // All have read the epoch before the last one ends, and changes it.
@@ -155,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
     int thread = threadIdx.x & 127, first_row = (group - 1) * 64 + thread / 32 * 16;
     uint32_t free_parity = 0, arrived_parity = 0;
     float c[BN / 2];
-    for (int n = blockIdx.x; n < total; n += gridDim.x) {
-      Tile t = tile_at(n, tiles, p.lead);
+    for (int n = first_unit; n < total; n += at_once) {
+      Unit t = unit_at(n, units, p.lead);
       Place at = place(t.number, down, across, p.across);
       multiply_tile(c, stages, steps, group - 1, thread);
       if (t.own) {
@@ -180,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
         }
         bool poison = *(volatile int*)&poisoned;
         // A thread has rows lane / 4 and that + 8, columns 2 * (lane % 4) and the next, of each 8 x 8 block.
-        int row = p.rank * p.share + p.first + at.row * BM + first_row + lane / 4;
+        int row = p.rank * p.share + p.first + row_of(at) + first_row + lane / 4;
         bool upper = row < p.rows, lower = row + 8 < p.rows;
 #pragma unroll
         for (int j = 0; j < BN / 8; j++) {
@@ -211,4 +214,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_reduce_scatter(const
       if (thread == 0) barrier_arrive(filled);
     }
   }
+  cluster_sync();  // no CTA leaves while another may still signal it
 }

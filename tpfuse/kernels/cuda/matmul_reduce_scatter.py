@@ -22,6 +22,7 @@ from tpfuse.kernels.cuda.gemm import (
     by_rows,
     kernel_of,
     operand,
+    parts,
     right_operands,
 )
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
@@ -49,7 +50,7 @@ def matmul_reduce_scatter(
     """The operation of ``tpfuse.ops.matmul_reduce_scatter`` (see there), on what ``gemm.cannot`` has nothing against.
 
     share  S, of every rank
-    Partial sums travel in the input's dtype. Where they do not fit into half of the workspace at once, it is done in parts.
+    Partial sums travel in the input's dtype. Where they do not fit into the workspace at once, it is done in parts.
     Raises BuildError.
     """
     arena, dtype = workspace.arena, input.dtype
@@ -60,9 +61,8 @@ def matmul_reduce_scatter(
     most = most_rows(workspace, columns, dtype, cut)
     kernel = kernel_of(workspace, FILES, options(arena.world, dtype, cut, b_rows), cut.shared_bytes)
     stream = arena.enter()
-    for first in range(0, share, most):
-        count = min(most, share - first)
-        blocks = min(arena.multiprocessors, cut.tiles(count, columns) * arena.world)
+    for first, count in parts(share, most):
+        blocks = cut.blocks(arena.multiprocessors, cut.tiles(count, columns) * arena.world)
         made = Parameters(parameters(arena.world))
         _fill(made.fields, workspace, (a, b, b_rows, out, bias), (share, first, count), cut, blocks)
         made.launch(kernel, blocks, THREADS, cut.shared_bytes, stream)
@@ -72,8 +72,8 @@ def matmul_reduce_scatter(
 def most_rows(workspace: Workspace, columns: int, dtype: torch.dtype, cut: Tiling) -> int:
     """Rows of a rank in one launch, maybe none: by the room for partial sums, and for a flag per tile."""
     peers = workspace.arena.world - 1
-    by_bytes = workspace.half // (peers * columns * dtype.itemsize) // TILE_ROWS
-    return min(by_bytes, FLAGS // peers // cut.tiles(1, columns)) * TILE_ROWS
+    by_bytes = workspace.bytes // (peers * columns * dtype.itemsize) // cut.unit_rows
+    return min(by_bytes, FLAGS // peers // cut.tiles(1, columns)) * cut.unit_rows
 
 
 def _fill(
@@ -83,20 +83,20 @@ def _fill(
     (rows, inner), columns, (share, first, count) = a.shape, out.shape[1], part
     arena, peers, dtype = workspace.arena, workspace.arena.world - 1, a.dtype
     row_bytes = columns * a.element_size()
-    fields.a, fields.b = operand(a, rows, TILE_ROWS), operand(b, b.shape[0], STEP if b_rows else cut.columns)
+    fields.a, fields.b = operand(a, rows, TILE_ROWS), operand(b, b.shape[0], STEP if b_rows else cut.columns // cut.cluster)
     fields.out = tensor_map(out.data_ptr(), dtype, (columns, first + count), (row_bytes,), (BOX, TILE_ROWS))
-    planes, pitches = (columns, count, peers, 2), (row_bytes, count * row_bytes, workspace.half)
-    fields.received = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (BOX, TILE_ROWS, 1, 1))
+    planes, pitches = (columns, count, peers), (row_bytes, count * row_bytes)
+    fields.received = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (BOX, TILE_ROWS, 1))
     for number, peer in enumerate(workspace.peers):
-        fields.sent[number] = tensor_map(peer + DATA_OFFSET, dtype, planes, pitches, (BOX, _PIECE_ROWS, 1, 1))
+        fields.sent[number] = tensor_map(peer + DATA_OFFSET, dtype, planes, pitches, (BOX, _PIECE_ROWS, 1))
         fields.peer_flags[number], fields.peer_begun[number] = peer + FLAGS_OFFSET, peer + BEGUN_OFFSET
     fields.flags, fields.begun = workspace.base + FLAGS_OFFSET, workspace.base + BEGUN_OFFSET
     fields.epoch, fields.control = workspace.base, arena.control
     fields.bias = 0 if bias is None else bias.data_ptr()
     fields.rows, fields.columns, fields.inner, fields.share = rows, columns, inner, share
-    fields.first, fields.count, fields.rank, fields.across = first, count, arena.rank, cut.across
-    theirs = cut.tiles(count, columns) * peers
-    fields.lead = theirs if cut.lead is None else min(theirs, cut.lead * blocks // peers * peers)
+    fields.first, fields.count, fields.rank, fields.across = first, count, arena.rank, max(1, cut.across // cut.cluster)
+    theirs, at_once = cut.tiles(count, columns) // cut.cluster * peers, blocks // cut.cluster
+    fields.lead = theirs if cut.lead is None else min(theirs, cut.lead * at_once // peers * peers)
     fields.pause = int(cut.pace * cut.clocks(inner) / (TILE_ROWS // _PIECE_ROWS * cut.columns // BOX))
     fields.stride, fields.tag = FLAGS // peers, _TAG
 
