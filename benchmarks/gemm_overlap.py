@@ -2,17 +2,20 @@
 
     torchrun --nproc-per-node 2 benchmarks/gemm_overlap.py --rows 2048 --seconds 300
     torchrun --nproc-per-node 2 benchmarks/gemm_overlap.py --models llama-8b --idle
+    torchrun --nproc-per-node 2 benchmarks/gemm_overlap.py --fp8          # e4m3 with a scale per row, bf16 results
 
 Ladder, us of a call in CUDA graphs that take turns, back to back or (``--idle``) after a rest:
 
-    gemm            cuBLAS alone, all rows, no communication
-    nccl            cuBLAS, then (or after) NCCL
-    torch_symm_mem  torch's fused operation
-    tpfuse          ours
-    limit           the longer of gemm and the wire at 380 GB/s
+    gemm               cuBLAS alone, all rows, no communication
+    nccl               cuBLAS, then (or after) NCCL
+    torch_symm_mem     torch's fused operation
+    tpfuse             ours, cut by its own rule
+    tpfuse_all_reduce  the product, then the fastest plain all-reduce
+    dispatch           what tpfuse chooses
+    limit              the longest of the fastest product alone and the wire at 380 GB/s
 
-score = (nccl - t) / (nccl - limit); at the end the same over all sizes of an operation with at least 512 rows, each size
-counted with at most what there was to win.
+score = (nccl - t) / (nccl - limit); at the end the same over all sizes of an operation with at least 512 rows and a gap of
+at least 5 %, each size counted with at most what there was to win.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ import torch.distributed._symmetric_memory  # registers its operations
 from timing import LIMIT, RESULTS, WIRE_BYTES_PER_US, Budget, Ranks, capture, commit, launch, write_rows
 
 from tpfuse import ops
+from tpfuse.ops.matmul import product
 from tpfuse.tuner.timing import replayed_us
 
-GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+OPS = (SCATTER, GATHER, REDUCE)
+TORCH, OWN, COMPOSED, DISPATCH = "torch_symm_mem", "tpfuse", "tpfuse_all_reduce", "dispatch"
 ROWS = (64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LEAST_SCORED_ROWS, LEAST_SCORED_GAP = 512, 0.05
 FIELDS = ("op", "m", "n", "k", "dtype", "quant", "world", "gpu", "torch", "idle", "candidate", "us", "commit")
@@ -44,69 +50,91 @@ MODELS = {
 }
 
 
-def layers(model: str, world: int) -> dict[str, tuple[str, int, int]]:
-    """Layer -> (operation, N, K) on a rank."""
+def layers(model: str, world: int) -> list[tuple[str, str, int, int]]:
+    """(layer, operation, N, K) on a rank."""
     hidden, qkv, attention, intermediate = MODELS[model]
-    found = {
-        "o": (SCATTER, hidden, attention // world),
-        "gate_up": (GATHER, 2 * intermediate // world, hidden),
-        "down": (SCATTER, hidden, intermediate // world),
-    }
-    return found if qkv is None else {"qkv": (GATHER, qkv // world, hidden), **found}
+    found = [
+        ("gate_up", GATHER, 2 * intermediate // world, hidden),
+        *(("o", op, hidden, attention // world) for op in (SCATTER, REDUCE)),
+        *(("down", op, hidden, intermediate // world) for op in (SCATTER, REDUCE)),
+    ]
+    return found if qkv is None else [("qkv", GATHER, qkv // world, hidden), *found]
 
 
-def bodies(ranks: Ranks, op: str, m: int, n: int, k: int) -> dict[str, Callable[[int], Any]]:
-    """What is captured: the same product by each candidate; a new output each time, inputs that take turns."""
-    group, name, world = dist.group.WORLD, ranks.group_name, ranks.size
-    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
-    draw = lambda *shape: torch.randn(*shape, device=ranks.device, generator=generator).to(torch.bfloat16)  # noqa: E731
-    whole, weight = draw(m, k), (draw(n, k) * k**-0.5).t()
-    shard = whole[: m // world].contiguous()
-    symm_mem = torch.ops.symm_mem
+class Operands:
+    """Of one size on this rank: [M, K] whole, [S, K] shard, [K, N] weight; FP8 ones with a scale per row and column."""
 
-    def nccl(turn: int) -> torch.Tensor:
-        if op == SCATTER:
-            partial = whole @ weight
-            out = partial.new_empty(m // world, n)
-            dist.reduce_scatter_tensor(out, partial)
-            return out
-        gathered = shard.new_empty(m, k)
-        dist.all_gather_into_tensor(gathered, shard)
-        return gathered @ weight
+    def __init__(self, ranks: Ranks, m: int, n: int, k: int, fp8: bool) -> None:
+        generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+        draw = lambda *shape: torch.randn(*shape, device=ranks.device, generator=generator)  # noqa: E731
+        dtype, deviation = (torch.float8_e4m3fn, 1.0) if fp8 else (torch.bfloat16, k**-0.5)
+        self.whole, self.weight = draw(m, k).to(dtype), (draw(n, k) * deviation).to(dtype).t()
+        share = m // ranks.size
+        self.shard = self.whole[:share].contiguous()
+        self.whole_options: dict[str, Any] = {}  # of our operations
+        self.shard_options: dict[str, Any] = {}
+        if fp8:
+            scales, columns = draw(m, 1).abs() + 0.5, (draw(1, n).abs() + 0.5) * k**-0.5
+            of_weight = {"out_dtype": torch.bfloat16}
+            self.whole_options = {"input_scale": scales, "weight_scale": columns, **of_weight}
+            self.shard_options = {"input_scale": scales[:share].contiguous(), "weight_scales": [columns], **of_weight}
+
+    def product(self) -> torch.Tensor:
+        return product(self.whole, self.weight, *self.whole_options.values())
+
+
+def bodies(ranks: Ranks, op: str, operands: Operands) -> dict[str, Callable[[int], Any]]:
+    """What is captured: the same product by each candidate; a new output each time."""
+    group, name = dist.group.WORLD, ranks.group_name
+    whole, shard, weight = operands.whole, operands.shard, operands.weight
+
+    def ours(kernel: str | None) -> torch.Tensor:
+        if op == GATHER:
+            return ops.all_gather_matmul(shard, weight, group=group, kernel=kernel, **operands.shard_options)[0]
+        run = ops.matmul_reduce_scatter if op == SCATTER else ops.matmul_all_reduce
+        return run(whole, weight, group=group, kernel=kernel, **operands.whole_options)
 
     def fused(turn: int) -> torch.Tensor:
         if op == SCATTER:
-            return symm_mem.fused_matmul_reduce_scatter(whole, weight, "sum", 0, name)
-        return symm_mem.fused_all_gather_matmul(shard, [weight], 0, name, return_A=False)[1][0]
+            return torch.ops.symm_mem.fused_matmul_reduce_scatter(whole, weight, "sum", 0, name)
+        return torch.ops.symm_mem.fused_all_gather_matmul(shard, [weight], 0, name, return_A=False)[1][0]
 
-    def ours(turn: int) -> torch.Tensor:
-        if op == SCATTER:
-            return ops.matmul_reduce_scatter(whole, weight, group=group, kernel="tpfuse")
-        return ops.all_gather_matmul(shard, weight, group=group, kernel="tpfuse")[0]
+    found = {"gemm": lambda turn: operands.product(), "nccl": lambda turn: ours("nccl")}
+    if op != REDUCE and not operands.whole_options:  # torch has none
+        found[TORCH] = fused
+    found[OWN] = lambda turn: ours(OWN)
+    if op == REDUCE:
+        found[COMPOSED] = lambda turn: ours(COMPOSED)
+    return {**found, DISPATCH: lambda turn: ours(None)}
 
-    return {"gemm": lambda turn: whole @ weight, "nccl": nccl, "torch_symm_mem": fused, "tpfuse": ours}
+
+def wire_us(op: str, m: int, n: int, k: int, world: int, item: int) -> float:
+    sent = {SCATTER: m * n * 2, GATHER: m * k * item, REDUCE: 2 * m * n * 2}[op]
+    return sent * (world - 1) / world / WIRE_BYTES_PER_US
 
 
-def one_size(ranks: Ranks, op: str, m: int, n: int, k: int, wanted: list[str], rounds: int, idle: bool) -> dict[str, float]:
+def one_size(
+    ranks: Ranks, op: str, m: int, n: int, k: int, wanted: list[str], rounds: int, idle: bool, fp8: bool = False
+) -> dict[str, float]:
     """us by candidate, the limit among them; what fails or is wrong is told and left out."""
-    all_bodies = bodies(ranks, op, m, n, k)
-    inner = max(2, min(10, int(3e14 / (2 * m * n * k))))
+    operands = Operands(ranks, m, n, k, fp8)
+    all_bodies = bodies(ranks, op, operands)
+    inner = max(2, min(10, int(3e13 / (2 * m * n * k))))
     graphs, expected = {}, all_bodies["nccl"](0)
-    for name in ("gemm", "nccl", *wanted):
+    for name in ("gemm", "nccl", *(name for name in wanted if name in all_bodies)):
         try:
             got = all_bodies[name](0)
             error = 0.0 if name == "gemm" else ((got - expected).float().norm() / expected.float().norm()).item()
             failure = "" if error < 1e-2 else f"WRONG: {error:.2g} from nccl"
         except (RuntimeError, ValueError, AssertionError) as raised:
-            error, failure = 1.0, f"{type(raised).__name__}: {str(raised).splitlines()[0][:160]}"
+            failure = f"{type(raised).__name__}: {str(raised).splitlines()[0][:160]}"
         if ranks.maximum([float(bool(failure))])[0]:
             ranks.say(f"  {name} is not timed: {failure or 'it failed on another rank'}")
             continue
         graphs[name], _ = capture(all_bodies[name], inner)
     times = replayed_us(graphs, rounds, ranks.device, idle_s=0.06 if idle else 0.0)
     found = {name: statistics.median(each) / inner for name, each in times.items()}
-    sent = (m * n if op == SCATTER else m * k) * 2 * (ranks.size - 1) / ranks.size
-    return {**found, LIMIT: max(found["gemm"], sent / WIRE_BYTES_PER_US)}
+    return {**found, LIMIT: max(found["gemm"], wire_us(op, m, n, k, ranks.size, operands.whole.element_size()))}
 
 
 def score(times: dict[str, float], name: str) -> float:
@@ -117,7 +145,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--candidates", nargs="+", default=["torch_symm_mem", "tpfuse"], metavar="NAME")
+    parser.add_argument("--candidates", nargs="+", default=[TORCH, OWN, COMPOSED, DISPATCH], metavar="NAME")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
+    parser.add_argument("--fp8", action="store_true", help="e4m3 operands, scales per row and column")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--idle", action="store_true", help="let the GPUs rest before each graph")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop before a size once so many are spent")
@@ -126,21 +156,28 @@ def main() -> None:
 
     def run(ranks: Ranks) -> int:
         budget, measured, rows = Budget(ranks, args.seconds), [], []
-        common = ("bf16", "none", ranks.size, torch.cuda.get_device_name(ranks.device), torch.__version__, args.idle)
-        sizes = [(model, layer, *what) for model in args.models for layer, what in layers(model, ranks.size).items()]
+        common = (
+            "bf16",
+            "fp8_row" if args.fp8 else "none",
+            ranks.size,
+            torch.cuda.get_device_name(ranks.device),
+            torch.__version__,
+            args.idle,
+        )
+        sizes = [(model, *each) for model in args.models for each in layers(model, ranks.size) if each[1] in args.ops]
         for m, (model, layer, op, n, k) in ((m, size) for m in args.rows for size in sizes):
             if budget.spent():
                 ranks.say(f"stopped after {budget.elapsed()}, before {model} {layer} M={m}")
                 break
-            times = one_size(ranks, op, m, n, k, args.candidates, args.rounds, args.idle)
+            times = one_size(ranks, op, m, n, k, args.candidates, args.rounds, args.idle, args.fp8)
             measured.append((op, m, times))
             scores = " ".join(f"{name} {score(times, name):.2f}" for name in args.candidates if name in times)
             figures = " ".join(f"{name} {us:.1f}" for name, us in times.items())
-            ranks.say(f"{model} {layer} M={m} N={n} K={k}: {figures}; score {scores} [{budget.elapsed()}]")
+            ranks.say(f"{model} {layer} {op} M={m} N={n} K={k}: {figures}; score {scores} [{budget.elapsed()}]")
             rows += [(op, m, n, k, *common, name, f"{us:.2f}", commit()) for name, us in times.items()]
             if ranks.rank == 0:
                 write_rows(args.out, FIELDS, rows)
-        for op in (SCATTER, GATHER):
+        for op in args.ops:
             for name in args.candidates:
                 ranks.say(_summary(op, name, [times for o, m, times in measured if o == op and m >= LEAST_SCORED_ROWS]))
         return 0

@@ -255,9 +255,15 @@ def _arrangements(told: list[str]) -> None:
     from tpfuse.kernels.triton import own
 
     arena = dispatch.of(dist.group.WORLD.group_name).arena
-    layouts = {"ring": ((4, 132, None), (16, 20, 64), (32, None, None), (8, 7, None)), "split": ((4,), (16, None, 64))}
+    ring = (
+        {"warps": 4, "blocks": 132},
+        {"warps": 16, "blocks": 20, "registers": 64},
+        {"warps": 32},
+        {"warps": 8, "blocks": 7},
+    )
+    layouts = {"ring": ring, "split": ({"warps": 4}, {"warps": 16, "registers": 64})}
     for name, layout in ((name, layout) for name, listed in layouts.items() for layout in listed):
-        call, choice = Call(Case((300 if name == "ring" else 13, 8192))), Choice(f"tpfuse_{name}", *layout)
+        call, choice = Call(Case((300 if name == "ring" else 13, 8192))), Choice(f"tpfuse_{name}", **layout)
         arguments = (name, arena, call.input, call.weight, EPS, call.residual)
         got, again = (own.all_reduce_rms_norm(*arguments, choice=choice) for _ in range(2))
         for g, a, p, e in zip(got, again, call.plain(), call.exact(slice(None)), strict=True):

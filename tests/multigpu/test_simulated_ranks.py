@@ -49,7 +49,7 @@ def _run(arenas, name, inputs, residual, weight):
     for arena, x in zip(arenas, inputs, strict=True):
         with torch.cuda.stream(arena.stream):
             arguments = (name, arena, x, weight, 1e-5, residual)
-            results.append(own.all_reduce_rms_norm(*arguments, choice=Choice(name, 4, 8)))
+            results.append(own.all_reduce_rms_norm(*arguments, choice=Choice(name, warps=4, blocks=8)))
     torch.cuda.synchronize()
     assert not arenas[0].record[0], f"a rank gave up waiting: {arenas[0].record.tolist()}"
     return results

@@ -15,9 +15,10 @@ from tpfuse.kernels.cuda import matmul_reduce_scatter as scatter
 from tpfuse.kernels.cuda.gemm import Tiling
 
 pytest.importorskip("cuda.core")
-SMALL, LARGE = Tiling(128, 6), Tiling(256, 3, cluster=2)
+SMALL, LARGE = Tiling(128, 5), Tiling(256, 3, cluster=2)
 MOST_SHARED_BYTES = 227 << 10  # of a block
-OPTIONS = scatter.options(2, torch.bfloat16, SMALL, False)
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+OPTIONS = scatter.options(2, BF16, BF16, SMALL, False)
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +29,14 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_they_compile(world):
-    every = [*itertools.product((torch.bfloat16, torch.float16), (SMALL, LARGE), (False,)), (torch.bfloat16, LARGE, True)]
-    for dtype, cut, rows in every if world == 2 else [(torch.bfloat16, LARGE, False)]:
+    every = [(BF16, SMALL, False), (FP16, LARGE, False), (BF16, LARGE, True), (FP8, SMALL, False)]
+    for dtype, cut, rows in every if world == 2 else [(BF16, LARGE, False)]:
         matrices = 1 if world == 2 else world - 1 if world < 8 else gather.MOST_MATRICES
+        kinds = (dtype, BF16 if dtype == FP8 else dtype, cut, rows)
         for files, options in (
-            (scatter.FILES, scatter.options(world, dtype, cut, rows)),
-            (gather.FILES, gather.options(world, matrices, dtype, cut, rows)),
+            (scatter.FILES, scatter.options(world, *kinds)),
+            (scatter.FILES, scatter.options(world, *kinds, all_rows=True)),
+            (gather.FILES, gather.options(world, matrices, *kinds)),
         ):
             _, code = build.compiled(files, options, "sm_90a")
             assert code[:4] == b"\x7fELF" and files[-1].removesuffix(".cu").encode() in code
@@ -42,8 +45,10 @@ def test_they_compile(world):
 def test_they_fit_into_shared_memory():
     """With the barriers, which are not counted."""
     for rows, columns, inner in itertools.product((1, 128, 4096), (8, 4096, 8192), (8, 2048, 14336)):
-        assert scatter.tiling(rows, columns, inner).shared_bytes + 1024 <= MOST_SHARED_BYTES
-        assert gather.tiling(rows, columns).shared_bytes + gather._BOUNCE_BYTES + 1024 <= MOST_SHARED_BYTES
+        for dtype in (BF16, FP8):
+            for all_rows in (False, True):
+                assert scatter.room(scatter.tiling(rows, columns, inner, dtype), all_rows) + 1024 <= MOST_SHARED_BYTES
+            assert gather.room(gather.tiling(rows, columns, dtype)) + 1024 <= MOST_SHARED_BYTES
 
 
 def test_kept_and_found_again(cache, monkeypatch):
@@ -56,8 +61,8 @@ def test_kept_and_found_again(cache, monkeypatch):
 
 
 def test_other_options_are_another_file(cache):
-    for arch, stages in (("sm_90a", 6), ("sm_90a", 5), ("sm_100a", 6)):
-        options = scatter.options(2, torch.bfloat16, Tiling(128, stages), False)
+    for arch, stages in (("sm_90a", 4), ("sm_90a", 5), ("sm_100a", 5)):
+        options = scatter.options(2, BF16, BF16, Tiling(128, stages), False)
         try:
             build.compiled(scatter.FILES, options, arch)
         except BuildError:
@@ -80,15 +85,16 @@ def test_structures_as_the_kernels_have_them():
     """Tensor maps first, on their boundaries; then addresses; then numbers."""
     for world, peers in ((2, 1), (8, 7)):
         kind = scatter.parameters(world)
-        assert kind.sent.offset == 4 * 128 and kind.peer_flags.offset == (4 + peers) * 128
+        assert kind.sent.offset == 6 * 128 and kind.peer_flags.offset == (6 + 2 * peers) * 128
         assert kind.flags.offset == kind.peer_flags.offset + 16 * peers
-        assert kind.rows.offset == kind.flags.offset + 5 * 8 and kind.tag.offset == kind.rows.offset + 11 * 4
+        assert kind.rows.offset == kind.flags.offset + 5 * 8 + 2 * 16 and kind.tag.offset == kind.rows.offset + 12 * 4
         for matrices in (1, 3):
             kind = gather.parameters(world, matrices)
-            assert kind.sent.offset == 3 * 128 and kind.peer_counts.offset == (3 + peers + 2 * matrices) * 128
-            assert kind.bias.offset == kind.peer_counts.offset + 16 * peers + 4 * 8
-            assert kind.columns.offset == kind.bias.offset + 8 * matrices
-            assert kind.tag.offset == kind.columns.offset + 4 * (matrices + 7)
+            assert kind.sent.offset == 3 * 128 and kind.peer_counts.offset == (3 + peers + matrices) * 128
+            assert kind.out.offset == kind.peer_counts.offset + 16 * peers + 4 * 8
+            assert kind.a_scale.offset == kind.out.offset + 16 * matrices
+            assert kind.columns.offset == kind.a_scale.offset + 16 * (1 + matrices) + 8 * (1 + peers)
+            assert kind.tag.offset == kind.columns.offset + 4 * (matrices + 9)
 
 
 def test_operands_are_copied_where_they_have_to_be():
@@ -112,9 +118,13 @@ def test_operands_are_copied_where_they_have_to_be():
 
 
 def test_what_the_kernel_cannot():
-    assert gemm.cannot(64, 512, 512, torch.float32) == "dtype torch.float32"
-    assert "multiples of 8" in gemm.cannot(64, 511, 512, torch.bfloat16)
-    assert gemm.cannot(0, 512, 512, torch.bfloat16) and not gemm.cannot(1, 8, 8, torch.float16)
+    assert gemm.cannot(64, 512, 512, (torch.float32,) * 2) == "dtype torch.float32, torch.float32"
+    assert "multiple of 8" in gemm.cannot(64, 511, 512, (BF16, BF16))
+    assert "multiple of 16" in gemm.cannot(64, 512, 504, (FP8, FP8), BF16)
+    assert not gemm.cannot(64, 512, 512, (FP8, FP8), BF16)
+    for dtypes, out_dtype in (((FP8, torch.float8_e5m2), BF16), ((FP8, FP8), torch.float32), ((FP8, FP8), None)):
+        assert gemm.cannot(64, 512, 512, dtypes, out_dtype).startswith("dtype")
+    assert gemm.cannot(0, 512, 512, (BF16, BF16)) and not gemm.cannot(1, 8, 8, (FP16, FP16))
 
 
 build_version = build._compiler()[2]

@@ -16,7 +16,7 @@ from tpfuse.kernels.dispatch import Dispatcher
 from tpfuse.tables import PLAIN_ROW_BYTES, Choice, Machine, Table
 
 BF16 = torch.bfloat16
-RING, NCCL = Choice("tpfuse_ring", 16, 132, 64), Choice("nccl")
+RING, NCCL = Choice("tpfuse_ring", warps=16, blocks=132, registers=64), Choice("nccl")
 
 
 class StandIn:
@@ -46,8 +46,8 @@ def chosen(dispatcher, problem, wish=ANY):
 
 
 def test_by_table_with_its_layout():
-    dispatcher = by_table((1, Choice("tpfuse_split", 4)), (8, RING), (64, NCCL))
-    assert chosen(dispatcher, norm(7)) == Choice("tpfuse_split", 4)
+    dispatcher = by_table((1, Choice("tpfuse_split", warps=4)), (8, RING), (64, NCCL))
+    assert chosen(dispatcher, norm(7)) == Choice("tpfuse_split", warps=4)
     assert chosen(dispatcher, norm(8)) == RING
     assert chosen(dispatcher, norm(64)) == NCCL
 
@@ -76,13 +76,13 @@ def test_by_rule(world):
 
 @pytest.mark.parametrize("gone", ["fastest_of_all", "tpfuse_split_v0", ""])
 def test_a_table_may_name_what_is_no_more(gone):
-    assert chosen(by_table((1, Choice(gone, 8))), norm(1)) == Choice("tpfuse_split")
-    assert chosen(by_table((1, Choice(gone, 8))), norm(1, SLOT_BYTES)) == NCCL  # twice as many bytes: no ring either
+    assert chosen(by_table((1, Choice(gone, warps=8))), norm(1)) == Choice("tpfuse_split")
+    assert chosen(by_table((1, Choice(gone, warps=8))), norm(1, SLOT_BYTES)) == NCCL  # twice as many bytes: no ring either
 
 
 def test_falls_through_to_what_can():
-    splits = by_table((1, Choice("tpfuse_split", 8)), split_rows=16)
-    assert chosen(splits, norm(16)) == Choice("tpfuse_split", 8)
+    splits = by_table((1, Choice("tpfuse_split", warps=8)), split_rows=16)
+    assert chosen(splits, norm(16)) == Choice("tpfuse_split", warps=8)
     assert chosen(splits, norm(17)) == Choice("tpfuse_ring")
     assert chosen(splits, norm(17, SLOT_BYTES)) == NCCL
 

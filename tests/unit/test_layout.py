@@ -27,7 +27,7 @@ def test_by_rule():
 @pytest.mark.parametrize("vectors", [1, 2, 7, 31, 32, 33, 360, 512, 1000, 2048])
 @pytest.mark.parametrize("warps", [None, 1, 4, 8, 16, 32])
 def test_no_thread_without_a_vector(vectors, warps):
-    for laid in (ring(5, vectors, Choice("any", warps)), split(5, vectors, Choice("any", warps))):
+    for laid in (ring(5, vectors, Choice("any", warps=warps)), split(5, vectors, Choice("any", warps=warps))):
         assert laid.vectors >= 32 * laid.warps and laid.vectors_per_thread >= 1
         assert laid.vectors & (laid.vectors - 1) == 0 and laid.warps & (laid.warps - 1) == 0
     assert ring(5, vectors).vectors >= vectors and 4 * split(5, vectors).vectors >= vectors
@@ -37,12 +37,12 @@ def test_blocks_of_a_ring():
     """No more than rows, than the arena has slots for, than asked for."""
     assert ring(7, 512).blocks == 7
     assert ring(7000, 512, slots=55).blocks == 55
-    assert ring(7000, 512, Choice("any", None, 100)).blocks == 100
+    assert ring(7000, 512, Choice("any", blocks=100)).blocks == 100
 
 
 def test_a_bound_that_is_none():
-    assert ring(9, 1024, Choice("any", 16, None, 64)).registers == 64
-    assert ring(9, 1024, Choice("any", 32, None, 64)).registers is None  # 64 each is all there are
+    assert ring(9, 1024, Choice("any", warps=16, registers=64)).registers == 64
+    assert ring(9, 1024, Choice("any", warps=32, registers=64)).registers is None  # 64 each is all there are
 
 
 def test_pieces_cover_a_message():

@@ -82,6 +82,18 @@ def test_unknown_kernels_are_refused_everywhere():
                 call()
 
 
+def test_known_kernels_are_for_gpus():
+    """CPU ranks run the reference, whichever is named."""
+    with fake_world(2) as group:
+        for kernel in ("nccl", "torch_symm_mem", "tpfuse"):
+            assert ops.matmul_reduce_scatter(X, W, group=group, kernel=kernel).shape == (2, 6)
+            assert ops.all_gather_matmul(X, W, group=group, kernel=kernel)[0].shape == (8, 6)
+        for kernel in ("nccl", "tpfuse_all_reduce"):
+            assert torch.equal(ops.matmul_all_reduce(X, W, group=group, kernel=kernel), X @ W)
+        with pytest.raises(ConfigError, match="cannot run matmul_all_reduce: the kernels are nccl, tpfuse_all_reduce"):
+            ops.matmul_all_reduce(X, W, group=group, kernel="torch_symm_mem")
+
+
 @pytest.mark.parametrize("group", [None, -100, "no such group"])
 def test_what_is_no_group(group):
     for call in (

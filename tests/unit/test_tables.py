@@ -12,12 +12,13 @@ from tpfuse import tables
 from tpfuse.errors import ConfigError
 from tpfuse.tables import Choice, Machine, Table
 
-OP = "all_reduce_rms_norm"
+OP, MATMUL = "all_reduce_rms_norm", "matmul_reduce_scatter"
+SMALL, LARGE = Choice("tpfuse", columns=128, lead=None, pace=0.5), Choice("tpfuse", columns=256, lead=2, pace=0)
 MACHINE = Machine("NVIDIA H200", "nvlink", 2)
 SPLIT, RING, WIDE, NCCL = (
-    Choice("tpfuse_split", 8),
-    Choice("tpfuse_ring", 8, 264),
-    Choice("tpfuse_ring", 16),
+    Choice("tpfuse_split", warps=8),
+    Choice("tpfuse_ring", warps=8, blocks=264),
+    Choice("tpfuse_ring", warps=16),
     Choice("nccl"),
 )
 TABLE = Table(
@@ -25,6 +26,7 @@ TABLE = Table(
     {
         OP: {8192: ((1, SPLIT), (8, RING), (1024, NCCL)), 16384: ((1, SPLIT), (4, WIDE), (512, NCCL))},
         "all_reduce": {tables.PLAIN_ROW_BYTES: ((1, RING), (1 << 20, NCCL))},
+        MATMUL: {(4096, 7168): ((1, NCCL), (256, SMALL), (4096, LARGE)), (8192, 14336): ((1, LARGE),)},
     },
     {"torch": "2.11.0", "triton": "3.6.0", "tpfuse": "0.1.0"},
 )
@@ -101,7 +103,59 @@ def test_replace_keeps_other_row_sizes():
     assert new.versions == {"torch": "2.12.0"} and new.machine == MACHINE
 
 
+# -- GEMMs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(1, NCCL), (255, NCCL), (256, SMALL), (4095, SMALL), (4096, LARGE), (1 << 20, LARGE)]
+)
+def test_gemms_go_by_rows(rows, expected):
+    assert TABLE.choose_matmul(MATMUL, rows, 4096, 7168) == expected
+
+
+def test_the_nearest_gemm_answers_at_the_same_rows():
+    assert TABLE.choose_matmul(MATMUL, 300, 5120, 9000) == SMALL
+    assert TABLE.choose_matmul(MATMUL, 300, 8192, 9000) == LARGE
+    assert TABLE.choose_matmul(MATMUL, 300, 4096, 14000) == SMALL  # by both numbers: each is 2 times as large there
+    assert TABLE.choose_matmul(MATMUL, 300, 4097, 14336) == LARGE
+    assert TABLE.choose_matmul(MATMUL, 300, 8192, 7168) == SMALL  # as near to both: the smaller
+
+
+@pytest.mark.parametrize(
+    ("columns", "inner", "expected"),
+    [
+        *((1024, 7168, SMALL), (1023, 7168, None), (4096, 1792, SMALL), (4096, 1791, None)),
+        *((32768, 57344, LARGE), (32769, 57344, None), (32768, 57345, None), (8, 1 << 20, None)),
+    ],
+)
+def test_a_gemm_of_another_kind_is_not_known(columns, inner, expected):
+    """At most four times as large or small, in both."""
+    assert TABLE.choose_matmul(MATMUL, 300, columns, inner) == expected
+
+
+def test_sizes_of_another_kind_do_not_answer():
+    assert TABLE.choose(MATMUL, 1, 8192) is None
+    assert TABLE.choose_matmul(OP, 1, 4096, 4096) is None
+    assert TABLE.choose_matmul("other", 1, 4096, 4096) is None
+    mixed = Table(MACHINE, {OP: {8192: ((1, RING),), (8192, 8192): ((1, SMALL),)}}, {})
+    assert mixed.choose(OP, 1, 8192) == RING and mixed.choose_matmul(OP, 1, 8192, 8192) == SMALL
+    assert tables.parse(mixed.to_json(), "here") == mixed
+
+
+def test_choices():
+    assert Choice("tpfuse", pace=0.5, lead=None) == Choice("tpfuse", lead=None, pace=0.5) != Choice("tpfuse")
+    assert str(SMALL) == "tpfuse columns=128 lead=None pace=0.5" and str(NCCL) == "nccl"
+    assert SMALL.get("columns") == 128 and SMALL.get("lead") is None is NCCL.get("columns")
+    assert len({SMALL, LARGE, Choice("tpfuse", columns=128, lead=None, pace=0.5)}) == 2
+
+
 # -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_file():
+    listed = json.loads(TABLE.to_json())["ops"]
+    assert listed[MATMUL]["4096x7168"][1] == [256, "tpfuse", {"columns": 128, "lead": None, "pace": 0.5}]
+    assert listed[OP]["8192"][1:] == [[8, "tpfuse_ring", {"blocks": 264, "warps": 8}], [1024, "nccl", {}]]
 
 
 def test_round_trip():
@@ -113,7 +167,7 @@ def test_round_trip():
 def test_digest_is_of_the_choices():
     shuffled = Table(MACHINE, {op: dict(reversed(by.items())) for op, by in reversed(TABLE.ops.items())}, {"torch": "9"})
     assert shuffled.digest == TABLE.digest == tables.parse(TABLE.to_json(), "here").digest
-    for start, choice in ((9, RING), (8, dataclasses.replace(RING, registers=64))):
+    for start, choice in ((9, RING), (8, Choice("tpfuse_ring", warps=8, blocks=264, registers=64))):
         ops = {**TABLE.ops, OP: {**TABLE.ops[OP], 8192: ((1, SPLIT), (start, choice), (1024, NCCL))}}
         assert Table(MACHINE, ops, TABLE.versions).digest != TABLE.digest
 
@@ -136,7 +190,7 @@ def put(*path_and_value):
 
 
 def entries(*listed):
-    return put("ops", OP, "8192", list(listed))
+    return put("ops", OP, "8192", [[*start, {}] if len(start) == 2 else start for start in listed])
 
 
 BROKEN = {
@@ -156,22 +210,32 @@ BROKEN = {
     "gpu is a number": put("machine", "gpu", 1),
     "ops is a list": put("ops", []),
     "op is a list": put("ops", OP, []),
-    "row size is a text": put("ops", OP, "wide", [[1, "nccl"]]),
-    "row size is zero": put("ops", OP, "0", [[1, "nccl"]]),
-    "row size is negative": put("ops", OP, "-8192", [[1, "nccl"]]),
-    "row size twice": put("ops", OP, "08192", [[1, "nccl"]]),
+    "row size is a text": put("ops", OP, "wide", [[1, "nccl", {}]]),
+    "row size is zero": put("ops", OP, "0", [[1, "nccl", {}]]),
+    "row size is negative": put("ops", OP, "-8192", [[1, "nccl", {}]]),
+    "row size twice": put("ops", OP, "08192", [[1, "nccl", {}]]),
+    "half a matrix": put("ops", MATMUL, "4096x", [[1, "nccl", {}]]),
+    "a matrix without columns": put("ops", MATMUL, "0x4096", [[1, "nccl", {}]]),
+    "a matrix of three": put("ops", MATMUL, "2x2x2", [[1, "nccl", {}]]),
+    "a matrix twice": put("ops", MATMUL, "4096x07168", [[1, "nccl", {}]]),
     "no entries": entries(),
-    "not from 1": entries([2, "nccl", None, None, None]),
+    "not from 1": entries([2, "nccl"]),
     "descending": entries([1, "nccl"], [8, "tpfuse_ring"], [4, "nccl"]),
     "twice the same": entries([1, "nccl"], [1, "tpfuse_ring"]),
     "rows are a fraction": entries([1, "nccl"], [1.5, "tpfuse_ring"]),
     "rows are true": entries([True, "nccl"]),
     "no name": entries([1]),
     "name is a number": entries([1, 8]),
-    "no warps": entries([1, "tpfuse_ring", 0, None, None]),
-    "warps are a text": entries([1, "tpfuse_ring", "8", None, None]),
-    "warps are true": entries([1, "tpfuse_ring", True, None, None]),
-    "too long": entries([1, "tpfuse_ring", 8, 264, None, None]),
+    "no options": put("ops", OP, "8192", [[1, "nccl"]]),
+    "options are a list": entries([1, "tpfuse_ring", [8, 264]]),
+    "warps are negative": entries([1, "tpfuse_ring", {"warps": -1}]),
+    "warps are a text": entries([1, "tpfuse_ring", {"warps": "8"}]),
+    "warps are true": entries([1, "tpfuse_ring", {"warps": True}]),
+    "pace is no number": entries([1, "tpfuse", {"pace": float("nan")}]),
+    "pace is infinite": entries([1, "tpfuse", {"pace": float("inf")}]),
+    "an option that is none": entries([1, "tpfuse_ring", {"candidate": 1}]),
+    "as format 1 had it": entries([1, "tpfuse_ring", 8, 264, None]),
+    "too long": entries([1, "tpfuse_ring", {}, {}]),
     "versions are a list": put("versions", []),
     "a version is a number": put("versions", "torch", 2),
 }
@@ -183,10 +247,10 @@ def test_what_is_no_table_is_refused(text):
         tables.parse(text, "/some/file.json")
 
 
-@pytest.mark.parametrize("found", [0, 2, "1", None])
+@pytest.mark.parametrize("found", [0, 1, 3, "2", None])
 def test_another_format_is_refused(found):
     text = json.dumps({"format": found, "whatever": 1})  # nothing else need be as it is now
-    with pytest.raises(ConfigError, match=rf"^/a\.json: format {found!r}, this version .* reads 1; run tpfuse tune$"):
+    with pytest.raises(ConfigError, match=rf"^/a\.json: format {found!r}, this version .* reads 2; run tpfuse tune$"):
         tables.parse(text, "/a.json")
 
 
@@ -210,7 +274,7 @@ def test_machines_have_files_of_their_own():
     assert tables.file_name(Machine("A/../b ü.json", "nvlink", 2)) == "A____b___json-nvlink-x2.json"
 
 
-@pytest.mark.parametrize("text", [BROKEN["half"], BROKEN["empty"], put("format", 2), put("machine", "world", 4)])
+@pytest.mark.parametrize("text", [BROKEN["half"], BROKEN["empty"], put("format", 1), put("machine", "world", 4)])
 def test_a_cache_that_cannot_be_used_is_left_aside_and_told(cache, text):
     path = tables.save(TABLE)
     path.write_text(text)

@@ -16,14 +16,15 @@ from tpfuse.errors import AgreementError, PeerTimeoutError
 from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, Candidate
 from tpfuse.tables import PLAIN_ROW_BYTES, Choice, Machine, Table
 from tpfuse.testing import fake_world
-from tpfuse.tuner import arguments, job, measure, proposals, selection, timing
+from tpfuse.tuner import arguments, bench_all_reduce, job, measure, proposals, selection, timing
+from tpfuse.tuner.bench_all_reduce import AllReduceBench
 from tpfuse.tuner.proposals import Size
 
 BF16 = torch.bfloat16
 SPLIT_8, RING, WIDE, NCCL = (
-    Choice("tpfuse_split", 8),
-    Choice("tpfuse_ring", 8, 264),
-    Choice("tpfuse_ring", 16, 132),
+    Choice("tpfuse_split", warps=8),
+    Choice("tpfuse_ring", warps=8, blocks=264),
+    Choice("tpfuse_ring", warps=16, blocks=132),
     Choice("nccl"),
 )
 MACHINE = Machine("NVIDIA H200", "nvlink", 2)
@@ -42,6 +43,9 @@ class StandIn:
         pass
 
 
+BAD_SHAPES = ("4096x", "x4096", "4096", "0x8", "8x08", "8 x8", "4096X8", "8x8,8x8", "1e3x8", "")
+
+
 # -- command line ------------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +53,7 @@ def test_defaults():
     args = arguments.parse([])
     assert args.hidden == (4096, 8192) and args.dtype == "bf16" and args.ops == ("all_reduce_rms_norm", "all_reduce")
     assert args.rows == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    assert not args.fresh and args.out is None
+    assert not args.fresh and args.out is None and args.gemm == ()
 
 
 def test_lists_ascend_and_hold_each_once():
@@ -77,7 +81,13 @@ def test_hidden_size_of_a_model(tmp_path, config):
         (["--hidden", "4096,"], "must be a number above 0, got ''"),
         (["--rows", "1,x"], "must be a number above 0, got 'x'"),
         (["--seconds", "nan"], "must be a number above 0"),
-        (["--ops", "all_gather"], "no operation 'all_gather'; there are all_reduce_rms_norm, all_reduce"),
+        (["--ops", "all_gather"], "no operation 'all_gather'; there are all_reduce_rms_norm, all_reduce, matmul_reduce_"),
+        *((["--gemm", bad], f"must be NxK, two numbers above 0, got '{bad}'") for bad in BAD_SHAPES),
+        (["--gemm", "8x8", "8x8x"], "got '8x8x'"),
+        (["--gemm"], "expected at least one argument"),
+        (["--ops", "matmul_all_reduce"], "--ops matmul_all_reduce: --gemm says for which sizes"),
+        (["--gemm", "8x8", "--ops", "all_reduce"], "--gemm: --ops names none of matmul_reduce_scatter, all_gather_matmul"),
+        (["--gemm", "8x8", "--dtype", "fp16"], "--dtype fp16: GEMMs are measured in bf16"),
         (["--dtype", "int8"], "invalid choice"),
         (["--model", "/nowhere"], "/nowhere/config.json: No such file or directory"),
         (["--model", "x", "--hidden", "8"], "not allowed with"),
@@ -141,20 +151,20 @@ def norm(rows, hidden):
 def test_layouts_of_a_large_ring():
     rings = of(norm(1024, 8192), "tpfuse_ring")
     assert len(set(rings)) == len(rings) == 6
-    assert {choice.warps for choice in rings} == {16, 32}
-    assert {choice.blocks for choice in rings} == {132, 264}
-    assert {choice.registers for choice in rings if choice.warps < 32} == {None, 64}
-    assert {choice.registers for choice in rings if choice.warps == 32} == {None}  # 64 each is all there are
+    assert {choice.get("warps") for choice in rings} == {16, 32}
+    assert {choice.get("blocks") for choice in rings} == {132, 264}
+    assert {choice.get("registers") for choice in rings if choice.get("warps") < 32} == {None, 64}
+    assert {choice.get("registers") for choice in rings if choice.get("warps") == 32} == {None}  # 64 each is all there are
 
 
 def test_layouts_that_are_the_same_launch_are_one():
-    assert {choice.warps for choice in of(norm(1024, 4096), "tpfuse_ring")} == {8, 16}  # 512 vectors
-    assert {choice.blocks for choice in of(norm(64, 4096), "tpfuse_ring")} == {264}  # 64 blocks
-    assert {choice.blocks for choice in of(norm(1024, 4096), "tpfuse_ring", ring=55)} == {264}
-    assert of(norm(1, 64), "tpfuse_ring") == [Choice("tpfuse_ring", 1, 264)]
-    assert {choice.warps for choice in of(norm(1, 8192), "tpfuse_split")} == {8, 4}
-    assert {choice.warps for choice in of(norm(1, 4096), "tpfuse_split")} == {4, 2}
-    assert of(norm(1, 64), "tpfuse_split") == [Choice("tpfuse_split", 1)]
+    assert {choice.get("warps") for choice in of(norm(1024, 4096), "tpfuse_ring")} == {8, 16}  # 512 vectors
+    assert {choice.get("blocks") for choice in of(norm(64, 4096), "tpfuse_ring")} == {264}  # 64 blocks
+    assert {choice.get("blocks") for choice in of(norm(1024, 4096), "tpfuse_ring", ring=55)} == {264}
+    assert of(norm(1, 64), "tpfuse_ring") == [Choice("tpfuse_ring", warps=1, blocks=264)]
+    assert {choice.get("warps") for choice in of(norm(1, 8192), "tpfuse_split")} == {8, 4}
+    assert {choice.get("warps") for choice in of(norm(1, 4096), "tpfuse_split")} == {4, 2}
+    assert of(norm(1, 64), "tpfuse_split") == [Choice("tpfuse_split", warps=1)]
 
 
 def test_only_what_can():
@@ -166,9 +176,9 @@ def test_only_what_can():
 
 
 def test_a_plain_message_is_cut_as_the_kernel_cuts_it():
-    assert {choice.warps for choice in of(Size(ALL_REDUCE, 8192, 8192, BF16), "tpfuse_ring")} == {8, 16}
-    assert {choice.blocks for choice in of(Size(ALL_REDUCE, 132, 4096, BF16), "tpfuse_ring")} == {264}
-    assert {choice.blocks for choice in of(Size(ALL_REDUCE, 133, 4096, BF16), "tpfuse_ring")} == {132, 264}
+    assert {choice.get("warps") for choice in of(Size(ALL_REDUCE, 8192, 8192, BF16), "tpfuse_ring")} == {8, 16}
+    assert {choice.get("blocks") for choice in of(Size(ALL_REDUCE, 132, 4096, BF16), "tpfuse_ring")} == {264}
+    assert {choice.get("blocks") for choice in of(Size(ALL_REDUCE, 133, 4096, BF16), "tpfuse_ring")} == {132, 264}
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------
@@ -179,7 +189,7 @@ def test_finalists():
     assert selection.finalists(times, NCCL) == [RING, WIDE, NCCL]
     assert selection.finalists({NCCL: 1.0, RING: 1.0}, NCCL) == [NCCL, RING]
     assert selection.finalists({RING: 1.0}, NCCL) == [RING]
-    many = {Choice("tpfuse_ring", warps): 1.0 for warps in range(1, 50)}
+    many = {Choice("tpfuse_ring", warps=warps): 1.0 for warps in range(1, 50)}
     assert len(selection.finalists(many, NCCL)) == selection.MOST_FINALISTS
 
 
@@ -219,8 +229,8 @@ def test_choose_by_operation_and_row_size():
     text = selection.told(chosen, measured, "nccl")
     lines = [line.split() for line in text.splitlines()]
     assert lines[0][-2:] == ["nccl", "us"]
-    assert [ALL_REDUCE_RMS_NORM, "8192", "1-63", "tpfuse_split", "8", "-", "-", "1.00", "-"] in lines
-    assert [ALL_REDUCE_RMS_NORM, "8192", "64-", "tpfuse_ring", "8", "264", "-", "1.00", "3.00"] in lines
+    assert [ALL_REDUCE_RMS_NORM, "8192", "1-63", "tpfuse_split", "warps=8", "1.00", "-"] in lines
+    assert [ALL_REDUCE_RMS_NORM, "8192", "64-", "tpfuse_ring", "blocks=264,warps=8", "1.00", "3.00"] in lines
     table = Table(MACHINE, chosen, {})
     assert tables.parse(table.to_json(), "here") == table
 
@@ -272,10 +282,10 @@ def refusal(monkeypatch):
 
         def refusal(run, dtype=BF16, other=lambda mine: mine):
             monkeypatch.setattr(
-                measure, "CANDIDATES", {ALL_REDUCE_RMS_NORM: {"nccl": Candidate("nccl", lambda *a: "", run)}}
+                bench_all_reduce, "CANDIDATES", {ALL_REDUCE_RMS_NORM: {"nccl": Candidate("nccl", lambda *a: "", run)}}
             )
             monkeypatch.setattr(measure.agreement, "exchange", lambda group, subject, mine: [mine, other(mine)])
-            bench = measure.Bench(Size(ALL_REDUCE_RMS_NORM, 5, 256, dtype), StandIn(), group)
+            bench = AllReduceBench(Size(ALL_REDUCE_RMS_NORM, 5, 256, dtype), StandIn(), group)
             return bench.refusal(NCCL, bench.expect())
 
         yield refusal
@@ -337,7 +347,7 @@ def test_times_are_medians_of_turns_without_the_gemm(monkeypatch):
         assert pool == "pool"
         captured.clear()
         yield
-        graph.calls, graph.gemms = captured[:] or [None], bench.pairs
+        graph.calls, graph.gemms = captured[:] or [None], bench.calls
 
     for name, stand_in in {"CUDAGraph": Graph, "Event": Event, "graph": graph}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -351,7 +361,7 @@ def test_times_are_medians_of_turns_without_the_gemm(monkeypatch):
         return by_torch(arena, choice, *arguments)
 
     ops = {ALL_REDUCE_RMS_NORM: {name: Candidate(name, lambda *a: "", run) for name in ("nccl", "tpfuse_ring")}}
-    monkeypatch.setattr(measure, "CANDIDATES", ops)
+    monkeypatch.setattr(bench_all_reduce, "CANDIDATES", ops)
     monkeypatch.setattr(measure.agreement, "exchange", lambda group, subject, mine: [mine, mine])
     narrowed = []
 
@@ -360,7 +370,7 @@ def test_times_are_medians_of_turns_without_the_gemm(monkeypatch):
         return [RING]
 
     with fake_world(2) as group:
-        bench = measure.Bench(Size(ALL_REDUCE_RMS_NORM, 5, 256, BF16), StandIn(), group)
+        bench = AllReduceBench(Size(ALL_REDUCE_RMS_NORM, 5, 256, BF16), StandIn(), group)
         first, second = measure.measure(bench, [RING, NCCL], narrow, lambda text: None)
     assert first == pytest.approx({RING: 2000.0, NCCL: 5000.0}) and narrowed == [first]
     assert second == pytest.approx({RING: 2000.0})
@@ -381,9 +391,9 @@ def test_nothing_right_is_nothing_measured(monkeypatch):
     monkeypatch.setattr(measure.Bench, "refusal", lambda *a: "wrong")
     said = []
     with fake_world(2) as group:
-        bench = measure.Bench(Size(ALL_REDUCE, 5, 256, BF16), StandIn(), group)
+        bench = AllReduceBench(Size(ALL_REDUCE, 5, 256, BF16), StandIn(), group)
         assert measure.measure(bench, [NCCL], lambda times: [], said.append) == ({}, {})
-    assert len(said) == 1 and said[0].startswith("all_reduce of 5 x 256: left out Choice(candidate='nccl'")
+    assert len(said) == 1 and said[0].startswith("all_reduce of 5 x 256: left out nccl: wrong")
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -488,7 +498,7 @@ def stand_in_measure(monkeypatch, seconds, clock):
         torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(multi_processor_count=132)
     )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(measure, "Bench", lambda size, *a: size)
+    monkeypatch.setattr(job, "_bench", lambda size, *a: size)
     monkeypatch.setattr(measure, "measure", lambda size, choices, *a: ({}, dict.fromkeys(choices, 1.0)))
     monkeypatch.setattr(job.time, "monotonic", lambda: next(clock))
     args = arguments.parse(["--seconds", str(seconds), "--hidden", "4096", "--ops", ALL_REDUCE_RMS_NORM])
@@ -518,9 +528,11 @@ def test_libraries_are_prepared_for_the_largest_size_they_can(monkeypatch):
 
     fails = Candidate("never", lambda *a: "", lambda *a: None, lambda arena, problem: "not installed")
     able = Candidate("library", lambda *a: "", lambda *a: None, prepare)
-    monkeypatch.setattr(job, "CANDIDATES", {ALL_REDUCE_RMS_NORM: {"library": able, "never": fails}})
+    monkeypatch.setattr(proposals, "KNOWN", {ALL_REDUCE_RMS_NORM: {"library": able, "never": fails}})
     said = []
     sizes = proposals.sizes((ALL_REDUCE_RMS_NORM,), (4096,), (1, 64, 512, 8192), BF16)
-    job._prepare(StandIn(), sizes, types.SimpleNamespace(say=said.append))
+    job._prepare(StandIn(), sizes, (), types.SimpleNamespace(say=said.append))
     assert asked == [8192, 512, 64]
     assert said == [f"{ALL_REDUCE_RMS_NORM}: never left out: not installed"]
+    job._prepare(StandIn(), sizes, ("library", "never"), types.SimpleNamespace(say=said.append))
+    assert len(asked) == 3 and len(said) == 1

@@ -171,6 +171,7 @@ TAGS = {
     3: ("all_reduce by tpfuse_ring", "ring"),
     4: ("matmul_reduce_scatter by tpfuse", ""),
     5: ("all_gather_matmul by tpfuse", ""),
+    6: ("matmul_all_reduce by tpfuse", ""),
 }
 
 _arenas: weakref.WeakKeyDictionary[dist.ProcessGroup, Arena | str] = weakref.WeakKeyDictionary()

@@ -2,7 +2,7 @@
 
     header  {int32 epoch of the last call that has ended, int32 CTAs that have ended this one}, then for each source the
             epoch of the call that it has begun
-    flags   int32 each, some for each source: the epoch that has arrived
+    flags   int32 each, some for each source: the epoch that has arrived; once for partial sums, once for results
     counts  int32 each, some for each source: pieces that have arrived
     data    as many bytes as the arena has. A rank writes to another once that has begun the same call, so all calls use it
 
@@ -21,9 +21,9 @@ from tpfuse.comm.arena import Arena, plain_tensors
 from tpfuse.comm.symmetric import SymmetricMemory
 from tpfuse.errors import first_line
 
-FLAGS, COUNTS = 1 << 16, 1 << 13  # of all sources
+FLAGS, COUNTS = 1 << 16, 1 << 13  # of all sources; FLAGS twice
 BEGUN_OFFSET, FLAGS_OFFSET = 256, 4096
-COUNTS_OFFSET = FLAGS_OFFSET + 4 * FLAGS
+COUNTS_OFFSET = FLAGS_OFFSET + 2 * 4 * FLAGS
 DATA_OFFSET = COUNTS_OFFSET + 4 * COUNTS
 _SUBJECT = "making the workspace of GEMMs"
 

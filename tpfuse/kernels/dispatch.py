@@ -44,7 +44,7 @@ class Dispatcher:
 
     def __init__(self, arena: Arena, table: Table | None, source: str) -> None:
         self.arena, self.table, self.source = arena, table, source
-        self._chosen: dict[tuple, tuple[Candidate, Choice] | None] = {}
+        self._chosen: dict[tuple, Any] = {}
 
     def choose(self, problem: Problem, wish: Wish = ANY) -> tuple[Candidate, Choice] | None:
         """The candidate for a problem, and how it is laid out; None: none can do it.
@@ -84,12 +84,17 @@ class Dispatcher:
         key = (input.numel(), input.dtype, kernel)
         found = self._chosen.get(key)
         if found is None:
-            found = self._remember(key, self.choose(Problem(ALL_REDUCE, input.numel(), 1, input.dtype), Wish(kernel)))
+            found = self.remember(key, self.choose(Problem(ALL_REDUCE, input.numel(), 1, input.dtype), Wish(kernel)))
             assert found is not None  # NCCL can do everything
         candidate, choice = found
         return candidate.run(self.arena, choice, input)
 
-    def _remember(self, key: tuple, found: tuple[Candidate, Choice] | None) -> tuple[Candidate, Choice] | None:
+    def remembered(self, key: tuple) -> Any:
+        """What was chosen for this kind of call before, None if nothing was."""
+        return self._chosen.get(key)
+
+    def remember(self, key: tuple, found: Any) -> Any:
+        """``found``, which is what calls of this kind get from now on."""
         if len(self._chosen) >= _MOST_CHOICES:
             self._chosen.clear()
         self._chosen[key] = found
@@ -116,7 +121,7 @@ class Dispatcher:
                 ALL_REDUCE_RMS_NORM, input.numel() // hidden, hidden, input.dtype,
                 weight_dtype, normed_dtype, out_dtype, modified,
             )  # fmt: skip
-            found = self._remember(key, self.choose(problem, wish))
+            found = self.remember(key, self.choose(problem, wish))
         if found is None:
             return None
         candidate, choice = found

@@ -38,15 +38,15 @@ def layout(rows: int, vectors: int, parts: int, slots: int, multiprocessors: int
     """The launch for ``rows`` rows of ``vectors`` vectors.
 
     parts   blocks that share a row; with 1, a block takes row after row, and ``slots`` blocks have room for that
-    choice  warps, most blocks of a ring and most registers; None in it: per thread one vector of each part, or two of a
-            whole row, two blocks per multiprocessor, no bound
+    choice  its options: warps, blocks (the most of a ring) and registers (the most of a thread); without: per thread one
+            vector of each part, or two of a whole row, two blocks per multiprocessor, no bound
     """
     block = max(_WARP, 1 << (-(-vectors // parts) - 1).bit_length())
     by_rule = min(_MOST_WARPS, max(1, block // (_WARP if parts > 1 else 2 * _WARP)))
     # Never more threads than vectors in a block: Triton would let two threads take, and clear, the same slot.
-    warps = min(choice.warps or by_rule, block // _WARP)
-    blocks = rows * parts if parts > 1 else min(rows, slots, choice.blocks or 2 * multiprocessors)
-    bound = choice.registers
+    warps = min(choice.get("warps") or by_rule, block // _WARP)
+    blocks = rows * parts if parts > 1 else min(rows, slots, choice.get("blocks") or 2 * multiprocessors)
+    bound = choice.get("registers")
     # No thread can have more than its share of the registers: to ask for that is no bound.
     return Layout(block, warps, blocks, bound if bound and bound * warps * _WARP < _REGISTER_FILE else None)
 

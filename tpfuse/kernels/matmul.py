@@ -1,22 +1,35 @@
-"""Which kernel computes a GEMM with a collective, and what it cannot do: so far the one that is asked for by name."""
+"""Which kernel computes a GEMM with a collective: by name, by the measured table, else by a rule that never loses.
+
+Every answer depends only on what all ranks of the group share, and is remembered per kind of call. None of them waits for
+the device.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from tpfuse.comm import arena, workspace
-from tpfuse.comm.workspace import Workspace
-from tpfuse.errors import ConfigError
+from tpfuse.errors import BuildError, ConfigError
+from tpfuse.kernels import dispatch
+from tpfuse.kernels.dispatch import Dispatcher
+from tpfuse.kernels.matmul_candidates import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COMPOSED,
+    MATMULS,
+    NCCL,
+    REDUCE_SCATTER,
+    Candidate,
+    MatmulProblem,
+    check_name,
+    table_name,
+)
+from tpfuse.tables import Choice
 
-NCCL, OWN = "nccl", "tpfuse"
-
-
-def check_name(op: str, name: str | None) -> None:
-    """Raises ConfigError: there is no kernel of that name."""
-    if name not in (None, OWN, NCCL):
-        raise ConfigError(f"kernel {name!r} cannot run {op}: the kernels are {OWN}, {NCCL}")
+Scales = tuple[torch.Tensor, torch.Tensor] | None
 
 
 def matmul_reduce_scatter(
@@ -25,26 +38,20 @@ def matmul_reduce_scatter(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    scaled: bool,
+    scales: Scales,
+    out_dtype: torch.dtype | None,
     wire_dtype: torch.dtype | None,
     share: int,
 ) -> torch.Tensor | None:
-    """The operation of ``tpfuse.ops`` by the kernel that is asked for; None: by a product and a collective.
+    """The operation of ``tpfuse.ops`` by the kernel that is asked for, or chosen; None: by its reference.
 
-    share  rows of each rank
-    Raises ConfigError: that kernel cannot do this.
+    scales  of input and weight, where those are FP8; share: rows of each rank
+    Raises ConfigError: the kernel that is asked for cannot do this.
     """
-    if kernel in (None, NCCL) or not input.numel():
+    if kernel == NCCL or not input.numel() or not weight.numel():
         return None
-    from tpfuse.kernels.cuda import matmul_reduce_scatter as own
-
-    def room(space: Workspace) -> int:
-        inner, columns = weight.shape
-        return own.most_rows(space, columns, input.dtype, own.tiling(share, columns, inner))
-
-    why = "scales" if scaled else "" if wire_dtype in (None, input.dtype) else f"partial sums in {wire_dtype}"
-    space = _workspace("matmul_reduce_scatter", kernel, group, input, [weight], why, room)
-    return own.matmul_reduce_scatter(space, input, weight, bias, share)
+    problem = _row_parallel(REDUCE_SCATTER, input, weight, share, out_dtype, wire_dtype)
+    return _run(problem, kernel, group, input, weight, bias, share, scales, out_dtype)
 
 
 def all_gather_matmul(
@@ -54,44 +61,98 @@ def all_gather_matmul(
     weights: Sequence[torch.Tensor],
     rows: int,
     biases: Sequence[torch.Tensor | None],
-    scaled: bool,
+    input_scale: torch.Tensor | None,
+    weight_scales: Sequence[torch.Tensor],
+    out_dtype: torch.dtype | None,
     gathered: bool,
 ) -> list[torch.Tensor] | None:
     """As above."""
-    if kernel in (None, NCCL) or not input.numel():
+    widths = tuple(weight.shape[1] for weight in weights)
+    if kernel == NCCL or not input.numel() or not all(widths):
         return None
-    from tpfuse.kernels.cuda import all_gather_matmul as own
-
-    most = own.MOST_MATRICES
-    why = "scales" if scaled else "" if len(weights) <= most else f"more than {most} weights"
-    room = lambda space: own.most_rows(space, input.shape[1], input.dtype)  # noqa: E731
-    space = _workspace("all_gather_matmul", kernel, group, input, weights, why, room)
-    return own.all_gather_matmul(space, input, weights, rows, biases, gathered)
+    share, inner = input.shape
+    dtypes = (input.dtype, *(weight.dtype for weight in weights))
+    problem = MatmulProblem(ALL_GATHER, rows, widths, inner, dtypes, share, out_dtype)
+    scales = input_scale, weight_scales
+    return _run(problem, kernel, group, input, weights, rows, biases, gathered, *scales, out_dtype)
 
 
-def _workspace(
-    op: str,
+def matmul_all_reduce(
     kernel: str | None,
     group: str,
     input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    why: str,
-    room: Callable[[Workspace], int],
-) -> Workspace:
-    """What our own kernel works in. Raises ConfigError: another was asked for, or it cannot do this.
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scales: Scales,
+    out_dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
+    composed: Callable[[], torch.Tensor],
+) -> torch.Tensor | None:
+    """As above. composed: computes it by a product and ``tpfuse::all_reduce``."""
+    if kernel == NCCL or not input.numel() or not weight.numel():
+        return None
+    problem = _row_parallel(ALL_REDUCE, input, weight, input.shape[0], out_dtype, wire_dtype)
+    return _run(problem, kernel, group, input, weight, bias, scales, out_dtype, composed)
 
-    why   a reason that is known already; room: rows that fit into a workspace
+
+def _row_parallel(
+    op: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    share: int,
+    out_dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
+) -> MatmulProblem:
+    rows, inner = input.shape
+    wire = None if wire_dtype == (out_dtype or input.dtype) else wire_dtype
+    return MatmulProblem(op, rows, (weight.shape[1],), inner, (input.dtype, weight.dtype), share, out_dtype, wire)
+
+
+def _run(problem: MatmulProblem, kernel: str | None, group: str, *arguments: Any) -> Any:
+    dispatcher = dispatch.of(group)
+    if isinstance(dispatcher, str):
+        if kernel is not None:
+            raise ConfigError(f"kernel {kernel!r} cannot run {problem.op}: {dispatcher}")
+        return None
+    key = (problem, kernel)
+    found = dispatcher.remembered(key)
+    if found is None:
+        if kernel is None and torch.cuda.is_current_stream_capturing():
+            found = by_rule(problem)  # for now: memory and kernels cannot be made inside a capture
+        else:
+            found = dispatcher.remember(key, choose(dispatcher, problem, kernel))
+    candidate, choice = found
+    try:
+        return candidate.run(dispatcher.arena, choice, *arguments)
+    except BuildError as error:  # on every rank
+        if kernel is not None:
+            raise
+        warnings.warn(f"{problem.op}: the table's choice {choice} is not used: {error}", RuntimeWarning, stacklevel=2)
+        candidate, choice = dispatcher.remember(key, by_rule(problem))
+        return candidate.run(dispatcher.arena, choice, *arguments)
+
+
+def choose(dispatcher: Dispatcher, problem: MatmulProblem, kernel: str | None = None) -> tuple[Candidate, Choice]:
+    """The candidate for a problem, and how it is laid out. May make its memory: collective, not inside a graph capture.
+
+    Raises ConfigError: the kernel that is asked for cannot do it.
     """
-    from tpfuse.kernels.cuda import gemm
+    known, arena = MATMULS[problem.op], dispatcher.arena
+    if kernel is not None:
+        check_name(problem.op, kernel)
+        why = known[kernel].obstacle(arena, problem, Choice(kernel))
+        if why:
+            raise ConfigError(f"kernel {kernel!r} cannot run {problem.op}: {why}")
+        return known[kernel], Choice(kernel)
+    if dispatcher.table is not None:
+        name = table_name(problem.op, problem.dtype)
+        choice = dispatcher.table.choose_matmul(name, problem.rows, problem.columns, problem.inner)
+        if choice and choice.candidate in known and not known[choice.candidate].obstacle(arena, problem, choice):
+            return known[choice.candidate], choice
+    return by_rule(problem)
 
-    for weight in weights:
-        why = why or gemm.cannot(input.shape[0], weight.shape[1], input.shape[1], input.dtype)
-    space: Workspace | str = why
-    if not why:
-        made = arena.of(group)
-        space = made if isinstance(made, str) else workspace.of(made)
-        if not isinstance(space, str) and not room(space):
-            space = f"its workspace of {space.arena.bytes >> 20} MiB has no room for a row of tiles (workspace_mb)"
-    if isinstance(space, str):
-        raise ConfigError(f"kernel {kernel!r} cannot run {op}: {space}")
-    return space
+
+def by_rule(problem: MatmulProblem) -> tuple[Candidate, Choice]:
+    """Where no table answers: what is never slower than doing without tpfuse. (An all-reduce has a table of its own.)"""
+    name = COMPOSED if problem.op == ALL_REDUCE else NCCL
+    return MATMULS[problem.op][name], Choice(name)

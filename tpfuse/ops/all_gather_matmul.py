@@ -32,7 +32,7 @@ def reference(
 ) -> list[torch.Tensor]:
     """What the operation means, as a functional collective and products; the gathered input comes last, if wanted."""
     whole = gather_rows(input, rows, group)
-    if input_scale is not None and input_scale.numel() > 1:
+    if input_scale is not None and any(scale.numel() > 1 for scale in weight_scales):  # a rank may have one row
         input_scale = gather_rows(input_scale, rows, group)
     results = []
     for number, weight in enumerate(weights):
@@ -57,8 +57,8 @@ def _run(
     after=None,
 ):
     if input.is_cuda:
-        scaled = input_scale is not None
-        results = matmul.all_gather_matmul(kernel_name, group, input, weights, rows, biases, scaled, gathered)
+        scales = (input_scale, weight_scales)
+        results = matmul.all_gather_matmul(kernel_name, group, input, weights, rows, biases, *scales, out_dtype, gathered)
         if results is not None:
             return results
     return reference(input, weights, group, rows, biases, input_scale, weight_scales, out_dtype, gathered)
@@ -110,11 +110,13 @@ def all_gather_matmul(
                   products are multiplied by both
     out_dtype     dtype of the results: with FP8 needed, else the input's
     gathered      also return the gathered input, last
-    kernel        "tpfuse": on Hopper, ours that overlaps (bf16 and fp16, K and N multiples of 8, no scales); "nccl"; None:
-                  NCCL, until tables choose
+    kernel        None: the one that is measured fastest for this size (``tpfuse tune``), where no table answers "nccl";
+                  "tpfuse": on Hopper, ours that overlaps (bf16, fp16 and e4m3; rows on 16-byte boundaries);
+                  "torch_symm_mem"
     returns       for each weight the gathered shape with N in place of K, then the gathered input if it is wanted
 
     Accumulates in fp32. Collective: every rank of the group calls it with the same shapes. Has no backward.
+    Safe in CUDA graphs: there, what was not called before outside a capture is NCCL's.
     Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
     this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.

@@ -34,6 +34,11 @@ def product(
     return ((input.float() @ weight.float()) * (input_scale * weight_scale)).to(dtype)
 
 
+def pair(input_scale: torch.Tensor | None, weight_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both scales, or None: there are none."""
+    return None if input_scale is None or weight_scale is None else (input_scale, weight_scale)
+
+
 def shard_rows(rows: int, world: int, unit: int = 1) -> int:
     """S: the rows of each rank, a whole number of units of ``unit`` rows."""
     return -(-rows // (unit * world)) * unit

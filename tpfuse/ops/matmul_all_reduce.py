@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm import groups
-from tpfuse.errors import ConfigError
 from tpfuse.kernels import matmul
 from tpfuse.ops import library
 from tpfuse.ops.all_reduce import OP as all_reduce_op
 from tpfuse.ops.all_reduce import reference as all_reduce_reference
-from tpfuse.ops.matmul import check_product, check_wire_dtype, product
+from tpfuse.ops.matmul import check_product, check_wire_dtype, pair, product
 
 NAME = "matmul_all_reduce"
 
@@ -52,7 +51,12 @@ def _run(
     after=None,
 ):
     arguments = (input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype)
-    return reference(*arguments, *(() if kernel_name == matmul.NCCL else (all_reduce_op,)))
+    if input.is_cuda:
+        scales, composed = pair(input_scale, weight_scale), lambda: reference(*arguments, all_reduce_op)
+        result = matmul.matmul_all_reduce(kernel_name, group, input, weight, bias, scales, out_dtype, wire_dtype, composed)
+        if result is not None:
+            return result
+    return reference(*arguments)
 
 
 def _fake(input, weight, group, bias=None, input_scale=None, weight_scale=None, out_dtype=None, *rest):
@@ -92,16 +96,19 @@ def matmul_all_reduce(
                   FP8: fp32, one number each, or [..., 1] and [1, N]; the product is multiplied by both
     out_dtype     dtype of the result: with FP8 needed, else the input's
     wire_dtype    dtype in which partial sums travel, None: the result's; torch.float32 for less rounding
-    kernel        "nccl", or None: the sum by the all-reduce that is measured fastest for its size
+    kernel        None: the one that is measured fastest for this size (``tpfuse tune``), where no table answers
+                  "tpfuse_all_reduce": the product, then the all-reduce that is measured fastest; "tpfuse": on Hopper, ours
+                  that overlaps (bf16, fp16 and e4m3; rows on 16-byte boundaries); "nccl"
     returns       [..., N], replicated
 
     Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
-    Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: another ``kernel``.
+    Safe in CUDA graphs after one call outside a capture.
+    Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
+    this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     """
     check_product(NAME, input, weight, bias, input_scale, weight_scale, out_dtype)
     check_wire_dtype(NAME, wire_dtype, out_dtype or input.dtype)
-    if kernel not in (None, matmul.NCCL):
-        raise ConfigError(f"kernel {kernel!r} cannot run {NAME}: the only one is {matmul.NCCL}")
+    matmul.check_name(NAME, kernel)
     flat = input.reshape(-1, input.shape[-1])
     if input_scale is not None and input_scale.numel() > 1:
         input_scale = input_scale.reshape(-1, 1)

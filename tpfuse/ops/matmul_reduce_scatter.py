@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tpfuse.comm import groups
 from tpfuse.kernels import matmul
 from tpfuse.ops import library
-from tpfuse.ops.matmul import check_dim, check_product, check_wire_dtype, product, scatter_sum, shard_rows
+from tpfuse.ops.matmul import check_dim, check_product, check_wire_dtype, pair, product, scatter_sum, shard_rows
 
 NAME = "matmul_reduce_scatter"
 
@@ -58,9 +58,9 @@ def _run(
     after=None,
 ):
     if input.is_cuda:
-        scaled = input_scale is not None
-        share = shard_rows(input.shape[0], groups.size(group), unit)
-        result = matmul.matmul_reduce_scatter(kernel_name, group, input, weight, bias, scaled, wire_dtype, share)
+        share, scales = shard_rows(input.shape[0], groups.size(group), unit), pair(input_scale, weight_scale)
+        arguments = (input, weight, bias, scales, out_dtype, wire_dtype, share)
+        result = matmul.matmul_reduce_scatter(kernel_name, group, *arguments)
         if result is not None:
             return result
     return reference(input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype, unit)
@@ -109,12 +109,14 @@ def matmul_reduce_scatter(
                   FP8: fp32, one number each, or [..., 1] and [1, N]; the product is multiplied by both
     out_dtype     dtype of the result: with FP8 needed, else the input's
     wire_dtype    dtype in which partial sums travel, None: the result's; torch.float32 for less rounding
-    kernel        "tpfuse": on Hopper, ours that overlaps (bf16 and fp16, K and N multiples of 8, no scales); "nccl"; None:
-                  NCCL, until tables choose
+    kernel        None: the one that is measured fastest for this size (``tpfuse tune``), where no table answers "nccl";
+                  "tpfuse": on Hopper, ours that overlaps (bf16, fp16 and e4m3; rows on 16-byte boundaries);
+                  "torch_symm_mem"
     returns       the input's shape with S = ceil(size of dim / world) in place of that and N in place of K; row i of rank r
                   is row r * S + i of the whole, and zero where there is none
 
     Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
+    Safe in CUDA graphs: there, what was not called before outside a capture is NCCL's.
     Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
     this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.

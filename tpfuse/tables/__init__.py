@@ -1,13 +1,17 @@
 """Which candidate to run for which size: measured tables, as data. Looking one up touches no device and no process group.
 
-A table belongs to one kind of machine (``Machine``). Its entries are by operation and by bytes per row, each a list of
-choices by ascending row count; a choice holds up to the next one. Between two row sizes the nearer one answers (on a log
-scale), at the row count that makes a message of the same bytes.
+A table belongs to one kind of machine (``Machine``). Its entries are by operation and by size, each a list of choices by
+ascending row count; a choice holds up to the next one.
 
-A plain all-reduce has no rows: its entries are under the one row size ``PLAIN_ROW_BYTES``, so that their "rows" are bytes.
+The size of an all-reduce is its bytes per row. Between two sizes the nearer one answers (on a log scale), at the row count
+that makes a message of the same bytes. A plain all-reduce has no rows: its entries are under the one size
+``PLAIN_ROW_BYTES``, so that their "rows" are bytes.
 
-The file is JSON: {"format": 1, "machine": {...}, "versions": {...},
-"ops": {op: {bytes per row: [[from rows, candidate, warps, blocks, registers]]}}}.
+The size of a GEMM with a collective is (N, K), columns and inner dimension on a rank; its rows are those of the whole. The
+nearest size answers, at the same rows, unless it is another kind of matrix altogether (``MOST_APART``).
+
+The file is JSON: {"format": 2, "machine": {...}, "versions": {...},
+"ops": {op: {bytes per row or "NxK": [[from rows, candidate, {option: number or null}]]}}}.
 """
 
 from __future__ import annotations
@@ -22,17 +26,22 @@ import os
 import pathlib
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from tpfuse.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 PLAIN_ROW_BYTES = 1
+MOST_APART = 4  # a size answers for N and K that are up to so many times as large or small
 _SHIPPED = pathlib.Path(__file__).parent
 _CACHE_VARIABLE = "TPFUSE_CACHE_DIR"
 
+#: Of an option of a choice.
+Value: TypeAlias = "int | float | None"
+#: Bytes per row, or (N, K) on a rank.
+Size: TypeAlias = "int | tuple[int, int]"
 #: Ascending (from rows, choice) pairs; the first is from 1.
-Entries = tuple[tuple[int, "Choice"], ...]
+Entries: TypeAlias = "tuple[tuple[int, Choice], ...]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +61,35 @@ class Machine:
         return f"{self.world} x {self.gpu} ({self.link})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Choice:
-    """One candidate, and for our own kernels how it is laid over the hardware (see kernels/layout.py)."""
+    """One candidate, and for our own kernels how it is laid over the hardware.
+
+    options  of an all-reduce those of kernels/layout.py, of a GEMM the fields of kernels/cuda/gemm.py's Tiling; what is not
+             there is by the kernel's own rule
+    """
 
     candidate: str
-    warps: int | None = None
-    blocks: int | None = None
-    registers: int | None = None
+    options: tuple[tuple[str, Value], ...]
+
+    def __init__(self, candidate: str, **options: Value) -> None:
+        object.__setattr__(self, "candidate", candidate)
+        object.__setattr__(self, "options", tuple(sorted(options.items())))
+
+    def get(self, option: str) -> Any:
+        """An option, None if it is not there."""
+        return dict(self.options).get(option)
+
+    def __str__(self) -> str:
+        return " ".join([self.candidate, *(f"{name}={value}" for name, value in self.options)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Choices by operation, bytes per row and rows. ``versions`` says what they were measured with."""
+    """Choices by operation, size and rows. ``versions`` says what they were measured with."""
 
     machine: Machine
-    ops: Mapping[str, Mapping[int, Entries]]
+    ops: Mapping[str, Mapping[Size, Entries]]
     versions: Mapping[str, str]
 
     def choose(self, op: str, rows: int, row_bytes: int) -> Choice | None:
@@ -75,20 +97,27 @@ class Table:
 
         It may name a candidate that this version of tpfuse does not have: whoever asks has to look.
         """
-        by_row = self.ops.get(op)
-        if not by_row:
+        known = [size for size in self.ops.get(op, ()) if isinstance(size, int)]
+        if not known:
             return None
-        nearest = min(by_row, key=lambda known: (abs(math.log(known / row_bytes)), known))
-        entries = by_row[nearest]
-        index = bisect.bisect_right([start for start, _ in entries], rows * row_bytes // nearest) - 1
-        return entries[max(index, 0)][1]
+        nearest = min(known, key=lambda size: (_apart(size, row_bytes), size))
+        return _at(self.ops[op][nearest], rows * row_bytes // nearest)
+
+    def choose_matmul(self, op: str, rows: int, columns: int, inner: int) -> Choice | None:
+        """As above, for a GEMM of M = ``rows`` of the whole, and N and K of a rank. None also: it knows no such matrix."""
+        known = [size for size in self.ops.get(op, ()) if isinstance(size, tuple)]
+        if not known:
+            return None
+        nearest = min(known, key=lambda size: (_apart(size[0], columns) + _apart(size[1], inner), size))
+        far = max(_apart(nearest[0], columns), _apart(nearest[1], inner)) > math.log(MOST_APART) + 1e-9
+        return None if far else _at(self.ops[op][nearest], rows)
 
     def candidates(self, op: str) -> tuple[str, ...]:
         """Names of all candidates that the table chooses for an operation."""
         return tuple(dict.fromkeys(choice.candidate for entries in self.ops.get(op, {}).values() for _, choice in entries))
 
-    def replace(self, ops: Mapping[str, Mapping[int, Entries]], versions: Mapping[str, str]) -> Table:
-        """This table with the row sizes of ``ops`` put in the place of its own; it keeps its others."""
+    def replace(self, ops: Mapping[str, Mapping[Size, Entries]], versions: Mapping[str, str]) -> Table:
+        """This table with the sizes of ``ops`` put in the place of its own; it keeps its others."""
         merged = {op: {**self.ops.get(op, {}), **ops.get(op, {})} for op in (*self.ops, *ops)}
         return Table(self.machine, merged, versions)
 
@@ -104,16 +133,30 @@ class Table:
     def _listed(self) -> dict[str, dict[str, list[list[Any]]]]:
         return {
             op: {
-                str(row_bytes): [[start, *dataclasses.astuple(choice)] for start, choice in entries]
-                for row_bytes, entries in sorted(by_row.items())
+                size_name(size): [[start, choice.candidate, dict(choice.options)] for start, choice in by_size[size]]
+                for size in sorted(by_size, key=lambda size: (size,) if isinstance(size, int) else size)
             }
-            for op, by_row in sorted(self.ops.items())
+            for op, by_size in sorted(self.ops.items())
         }
 
     @property
     def digest(self) -> str:
         """Equal for tables with equal choices, whatever they were measured with: what ranks compare."""
         return hashlib.sha256(json.dumps(self._listed()).encode()).hexdigest()[:16]
+
+
+def size_name(size: Size) -> str:
+    """As a table's file has it."""
+    return str(size) if isinstance(size, int) else "x".join(map(str, size))
+
+
+def _apart(one: int, other: int) -> float:
+    return abs(math.log(one / other))
+
+
+def _at(entries: Entries, rows: int) -> Choice:
+    index = bisect.bisect_right([start for start, _ in entries], rows) - 1
+    return entries[max(index, 0)][1]
 
 
 # -- from JSON ---------------------------------------------------------------------------------------------------------
@@ -136,10 +179,10 @@ def parse(text: str, source: str) -> Table:
 def _table(document: dict[str, Any]) -> Table:
     machine = document["machine"]
     ops = {}
-    for op, by_row in document["ops"].items():
-        ops[op] = {int(row_bytes): _entries(listed) for row_bytes, listed in by_row.items()}
-        if len(ops[op]) < len(by_row) or any(row_bytes < 1 for row_bytes in ops[op]):
-            raise ValueError(f"{op}: bytes per row must be positive and each be there once, got {list(by_row)}")
+    for op, by_size in document["ops"].items():
+        ops[op] = {_size(name): _entries(listed) for name, listed in by_size.items()}
+        if len(ops[op]) < len(by_size):
+            raise ValueError(f"{op}: each size must be there once, got {list(by_size)}")
     return Table(
         Machine(_text(machine["gpu"]), _text(machine["link"]), _count(machine["world"])),
         ops,
@@ -147,22 +190,32 @@ def _table(document: dict[str, Any]) -> Table:
     )
 
 
+def _size(name: str) -> Size:
+    numbers = [_count(int(part)) for part in name.split("x")]
+    if len(numbers) > 2:
+        raise ValueError(f"expected bytes per row or NxK, got {name!r}")
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
 def _entries(listed: list[Any]) -> Entries:
-    entries = tuple((_count(start), Choice(_text(name), *map(_count_or_none, rest))) for start, name, *rest in listed)
+    entries = tuple((_count(start), Choice(_text(name), **_options(options))) for start, name, options in listed)
     starts = [start for start, _ in entries]
     if not starts or starts[0] != 1 or starts != sorted(set(starts)):
         raise ValueError(f"row counts must ascend from 1, got {starts}")
     return entries
 
 
+def _options(given: dict[str, Any]) -> dict[str, Value]:
+    for name, value in given.items():
+        if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):  # a bool is an int too
+            raise ValueError(f"expected an option with a number that is not negative, got {name!r}: {value!r}")
+    return given
+
+
 def _count(value: Any) -> int:
-    if type(value) is int and value > 0:  # a bool is an int too
+    if type(value) is int and value > 0:
         return value
     raise ValueError(f"expected a positive whole number, got {value!r}")
-
-
-def _count_or_none(value: Any) -> int | None:
-    return None if value is None else _count(value)
 
 
 def _text(value: Any) -> str:

@@ -3,6 +3,7 @@
     arguments.py   the command line
     proposals.py   what there is to measure: sizes, and each candidate's layouts
     measure.py     one size on the GPUs: right or wrong, then how long
+    bench_*.py     what a call of each kind of operation is there
     timing.py      how long captured calls take, all in turns
     selection.py   from times to a short table
     job.py         the job: measure within the budget, choose, save

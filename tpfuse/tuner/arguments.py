@@ -6,17 +6,21 @@ import argparse
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, CANDIDATES
+from tpfuse.kernels.matmul_candidates import MATMULS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HIDDEN = (4096, 8192)
 ROWS = tuple(1 << n for n in range(14))  # 1 to 8192
+MATMUL_ROWS = tuple(1 << n for n in range(6, 15))  # 64 to 16384
 OPS = (ALL_REDUCE_RMS_NORM, ALL_REDUCE)
+MATMUL_OPS = tuple(MATMULS)
 SECONDS = 600
 
 
@@ -30,16 +34,7 @@ def parse(
         allow_abbrev=False,
         description="Measure which kernel is the fastest for which size on this machine, and keep the answer.",
     )
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "--hidden", type=counts, default=HIDDEN, metavar="N,N", help=f"hidden sizes (default: {_listed(HIDDEN)})"
-    )
-    sizes.add_argument("--model", metavar="FOLDER", help="take the hidden size from the config.json in this folder")
-    parser.add_argument("--rows", type=counts, default=ROWS, metavar="N,N", help=f"rows (default: {_listed(ROWS)})")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
-    parser.add_argument(
-        "--ops", type=operations, default=OPS, metavar="OP,OP", help=f"operations (default: {_listed(OPS)})"
-    )
+    _add_sizes(parser)
     parser.add_argument(
         "--seconds",
         type=_positive(float),
@@ -58,15 +53,62 @@ def parse(
         action="store_true",
         help="measure, and choose, other libraries' kernels too that need memory of their own",
     )
-    parser.add_argument("--fresh", action="store_true", help="forget row sizes that were tuned before")
+    parser.add_argument("--fresh", action="store_true", help="forget sizes that were tuned before")
     parser.add_argument("--verbose", action="store_true", help="print what every candidate took")
     args = parser.parse_args(argv)
+    _complete(args, parser)
     if args.model is not None:
         try:
             args.hidden = (hidden_size(args.model),)
         except ValueError as error:
             parser.error(f"--model: {error}")
     return args
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """What is measured."""
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--hidden", type=counts, default=HIDDEN, metavar="N,N", help=f"hidden sizes (default: {_listed(HIDDEN)})"
+    )
+    sizes.add_argument("--model", metavar="FOLDER", help="take the hidden size from the config.json in this folder")
+    parser.add_argument(
+        "--gemm",
+        type=shape,
+        nargs="+",
+        default=(),
+        metavar="NxK",
+        help="columns and inner dimension, on a rank, of GEMMs with collectives: without --ops, measure those instead",
+    )
+    parser.add_argument(
+        "--rows",
+        type=counts,
+        metavar="N,N",
+        help=f"rows, of GEMMs those of all ranks (default: {_listed(ROWS)}; of GEMMs: {_listed(MATMUL_ROWS)})",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="of all-reduces; GEMMs are measured in bf16, the default"
+    )
+    parser.add_argument(
+        "--ops",
+        type=operations,
+        metavar="OP,OP",
+        help=f"operations (default: {_listed(OPS)}; with --gemm: {_listed(MATMUL_OPS)})",
+    )
+
+
+def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Defaults that depend on one another."""
+    args.gemm = tuple(dict.fromkeys(args.gemm))
+    args.ops = args.ops or (MATMUL_OPS if args.gemm else OPS)
+    args.matmul_rows, args.rows = args.rows or MATMUL_ROWS, args.rows or ROWS
+    matmuls = [op for op in args.ops if op in MATMULS]
+    if matmuls and not args.gemm:
+        parser.error(f"--ops {matmuls[0]}: --gemm says for which sizes")
+    if args.gemm and not matmuls:
+        parser.error(f"--gemm: --ops names none of {', '.join(MATMULS)}")
+    if matmuls and args.dtype != "bf16":
+        parser.error(f"--dtype {args.dtype}: GEMMs are measured in bf16")
 
 
 def hidden_size(folder: str) -> int:
@@ -92,11 +134,19 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({_positive(int)(part) for part in text.split(",")}))
 
 
+def shape(text: str) -> tuple[int, int]:
+    """N and K of "NxK"."""
+    found = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"must be NxK, two numbers above 0, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
 def operations(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in CANDIDATES:
-            raise argparse.ArgumentTypeError(f"no operation {name!r}; there are {', '.join(CANDIDATES)}")
+        if name not in CANDIDATES and name not in MATMULS:
+            raise argparse.ArgumentTypeError(f"no operation {name!r}; there are {', '.join([*CANDIDATES, *MATMULS])}")
     return names
 
 

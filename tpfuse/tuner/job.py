@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,15 +28,20 @@ from tpfuse.comm import agreement, arena
 from tpfuse.comm.arena import Arena
 from tpfuse.errors import ConfigError
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import CANDIDATES
-from tpfuse.tables import Choice, Entries, Machine, Table
+from tpfuse.kernels.candidates import CANDIDATES, FLASHINFER
+from tpfuse.kernels.matmul_candidates import MATMULS, SYMM_MEM
+from tpfuse.tables import Choice, Entries, Machine, Size, Table
 from tpfuse.tuner import arguments, measure, proposals, selection
+from tpfuse.tuner.bench_all_reduce import AllReduceBench
+from tpfuse.tuner.bench_matmul import MatmulBench
 from tpfuse.version import __version__
 
 GROUP_TIMEOUT_S = 300
 BASELINE = Choice("nccl")
-#: Of each (op, bytes per row, rows): the times to choose by.
-Measured = dict[tuple[str, int, int], dict[Choice, float]]
+#: Others' kernels that need memory of their own.
+LIBRARIES = (FLASHINFER, SYMM_MEM)
+#: Of each (op, size, rows): the times to choose by.
+Measured = dict[tuple[str, Size, int], dict[Choice, float]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,9 +109,8 @@ def _run(args: argparse.Namespace, rank: int) -> int:
 
 def _measure(args: argparse.Namespace, made: Arena, group: dist.ProcessGroup, talk: _Talk) -> Measured:
     """The times of every size that the budget allows."""
-    sizes = proposals.sizes(args.ops, args.hidden, args.rows, arguments.DTYPES[args.dtype])
-    if args.libraries:
-        _prepare(made, sizes, talk)
+    sizes = _sizes(args, made.world)
+    _prepare(made, sizes, () if args.libraries else LIBRARIES, talk)
     measured: Measured = {}
     end = time.monotonic() + args.seconds
     for number, size in enumerate(sizes):
@@ -115,26 +119,39 @@ def _measure(args: argparse.Namespace, made: Arena, group: dist.ProcessGroup, ta
         if spent.item():
             talk.say(f"{args.seconds:g} s are spent: {number} of {len(sizes)} sizes were measured")
             break
-        talk.show(f"{size.op} {size.rows} x {size.hidden}", number, len(sizes))
+        talk.show(str(size), number, len(sizes))
         candidates = proposals.choices(made, size.problem)
         if not candidates:
-            talk.say(f"{size.op} of {size.rows} x {size.hidden}: no kernel can do that")
+            talk.say(f"{size}: no kernel can do that")
             continue
         narrow = lambda times: selection.finalists(times, BASELINE)  # noqa: E731
-        first, second = measure.measure(measure.Bench(size, made, group), candidates, narrow, talk.say)
+        first, second = measure.measure(_bench(size, made, group), candidates, narrow, talk.say)
         if second:
             measured[size.key] = second
         if args.verbose:
-            talk.say(f"{size.op} {size.rows} x {size.hidden}: {_listed(first)}; again: {_listed(second)}")
+            talk.say(f"{size}: {_listed(first)}; again: {_listed(second)}")
         torch.cuda.empty_cache()  # the next size is another
     return measured
 
 
-def _prepare(made: Arena, sizes: Sequence[proposals.Size], talk: _Talk) -> None:
-    """Make what memory a library needs for the largest size that it can do: it is never given back."""
-    problems = sorted((size.problem for size in sizes), key=lambda problem: -problem.rows * problem.row_bytes)
-    for op, candidates in CANDIDATES.items():
-        for candidate in candidates.values():
+def _sizes(args: argparse.Namespace, world: int) -> list[Any]:
+    plain = [op for op in args.ops if op in CANDIDATES]
+    matmuls = [op for op in args.ops if op in MATMULS]
+    return [
+        *proposals.sizes(plain, args.hidden, args.rows, arguments.DTYPES[args.dtype]),
+        *proposals.matmul_sizes(matmuls, args.gemm, args.matmul_rows, world),
+    ]
+
+
+def _bench(size: Any, made: Arena, group: dist.ProcessGroup) -> measure.Bench:
+    return (MatmulBench if isinstance(size, proposals.MatmulSize) else AllReduceBench)(size, made, group)
+
+
+def _prepare(made: Arena, sizes: Sequence[Any], skipped: Collection[str], talk: _Talk) -> None:
+    """Make what memory a candidate needs for the largest size that it can do: it is never given back."""
+    problems = [size.problem for size in sorted(sizes, key=lambda size: -size.bytes)]
+    for op, candidates in proposals.KNOWN.items():
+        for candidate in (each for each in candidates.values() if each.name not in skipped):
             whys = []
             for problem in (problem for problem in problems if problem.op == op):
                 whys.append(candidate.prepare(made, problem))
@@ -144,12 +161,12 @@ def _prepare(made: Arena, sizes: Sequence[proposals.Size], talk: _Talk) -> None:
                 talk.say(f"{op}: {candidate.name} left out: {whys[-1]}")
 
 
-def choose(measured: Mapping[tuple[str, int, int], Mapping[Choice, float]]) -> dict[str, dict[int, Entries]]:
-    """The table's entries by operation and bytes per row."""
-    grouped: dict[str, dict[int, dict[int, Mapping[Choice, float]]]] = {}
-    for (op, row_bytes, rows), times in sorted(measured.items(), key=lambda item: item[0]):
-        grouped.setdefault(op, {}).setdefault(row_bytes, {})[rows] = times
-    return {op: {b: selection.entries(by_rows) for b, by_rows in by_row.items()} for op, by_row in grouped.items()}
+def choose(measured: Mapping[tuple[str, Size, int], Mapping[Choice, float]]) -> dict[str, dict[Size, Entries]]:
+    """The table's entries by operation and size."""
+    grouped: dict[str, dict[Size, dict[int, Mapping[Choice, float]]]] = {}
+    for (op, size, rows), times in sorted(measured.items(), key=lambda item: item[0]):
+        grouped.setdefault(op, {}).setdefault(size, {})[rows] = times
+    return {op: {size: selection.entries(by_rows) for size, by_rows in sizes.items()} for op, sizes in grouped.items()}
 
 
 class _Target:
@@ -163,7 +180,7 @@ class _Target:
         """Why nothing can be written there, on every rank; "" if it can."""
         return self._on_first_rank(self._probe)
 
-    def save(self, chosen: Mapping[str, Mapping[int, Entries]]) -> str:
+    def save(self, chosen: Mapping[str, Mapping[Size, Entries]]) -> str:
         """Write the table, extending one that is there; why not, on every rank."""
         return self._on_first_rank(self._save, chosen)
 
@@ -184,7 +201,7 @@ class _Target:
         with tempfile.TemporaryFile(dir=self.path.parent):
             pass
 
-    def _save(self, chosen: Mapping[str, Mapping[int, Entries]]) -> None:
+    def _save(self, chosen: Mapping[str, Mapping[Size, Entries]]) -> None:
         assert self.path is not None
         before = None
         if not self.fresh:
@@ -252,8 +269,4 @@ def _driver() -> str:
 
 
 def _listed(times: Mapping[Choice, float]) -> str:
-    def name(choice: Choice) -> str:
-        parts = zip(("warps", "blocks", "registers"), (choice.warps, choice.blocks, choice.registers), strict=True)
-        return " ".join([choice.candidate, *(f"{label}={n}" for label, n in parts if n is not None)])
-
-    return ", ".join(f"{name(choice)} {times[choice]:.2f}" for choice in sorted(times, key=lambda c: times[c]))
+    return ", ".join(f"{choice} {times[choice]:.2f}" for choice in sorted(times, key=lambda c: times[c]))

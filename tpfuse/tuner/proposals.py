@@ -1,12 +1,14 @@
 """What there is to measure: sizes in an order that is useful however early it ends, and the layouts of each candidate.
 
 T  rows (tokens)     D  hidden size     vector  16 bytes
+M  rows of the whole     N  columns     K  inner dimension of a rank
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ import torch
 from tpfuse.comm.arena import SPLIT, VECTOR_BYTES
 from tpfuse.kernels.candidates import ALL_REDUCE, CANDIDATES, Problem
 from tpfuse.kernels.layout import Layout, layout, pieces
+from tpfuse.kernels.matmul_candidates import ALL_GATHER, MATMULS, OWN, REDUCE_SCATTER, MatmulProblem, table_name
+from tpfuse.kernels.matmul_candidates import ALL_REDUCE as MATMUL_ALL_REDUCE
 from tpfuse.tables import PLAIN_ROW_BYTES, Choice
 
 #: The layouts that were ever the fastest on 2x H200. The rule of thumb's own comes first.
@@ -23,6 +27,17 @@ MOST_WARPS = 32
 RING_BLOCKS = (2, 1)
 REGISTERS = (None, 64)
 _WARP = 32
+#: Of our GEMM kernels: what is tried besides the columns of a tile, which go by the rows.
+TILINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    REDUCE_SCATTER: {"cluster": (1, 2), "lead": (None, 2), "pace": (0.5, 0.8)},
+    ALL_GATHER: {"cluster": (1, 2), "pace": (0.4, 0.7)},
+    MATMUL_ALL_REDUCE: {"cluster": (1, 2), "lead": (None, 2), "pace": (0.5, 0.8)},
+}
+ONLY_NARROW_ROWS, ONLY_WIDE_ROWS = 512, 8192  # up to so many rows only narrow tiles, from so many on only wide ones
+MOST_SHARED_BYTES = 226 << 10  # of a block, its barriers aside
+MOST_STAGES = 8
+#: Operation -> its candidates by name.
+KNOWN: Mapping[str, Mapping[str, Any]] = {**CANDIDATES, **MATMULS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +64,58 @@ class Size:
             return self.op, PLAIN_ROW_BYTES, self.rows * row_bytes
         return self.op, row_bytes, self.rows
 
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.hidden * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.rows} x {self.hidden}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulSize:
+    """One GEMM with a collective: M rows of the whole, N columns and K on each of the ranks."""
+
+    op: str
+    rows: int
+    columns: int
+    inner: int
+    world: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def share(self) -> int:
+        """Rows of each rank in what is gathered or scattered."""
+        return self.rows if self.op == MATMUL_ALL_REDUCE else -(-self.rows // self.world)
+
+    @property
+    def problem(self) -> MatmulProblem:
+        return MatmulProblem(self.op, self.rows, (self.columns,), self.inner, (self.dtype, self.dtype), self.share)
+
+    @property
+    def key(self) -> tuple[str, tuple[int, int], int]:
+        """Where it belongs in a table."""
+        return table_name(self.op, self.dtype), (self.columns, self.inner), self.rows
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * (self.columns + self.inner) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.rows} x {self.columns} x {self.inner}"
+
 
 def sizes(ops: Sequence[str], hidden: Sequence[int], rows: Sequence[int], dtype: torch.dtype) -> list[Size]:
     """All sizes, each once: the ends of the row counts first, then ever finer between them, for each op and hidden size."""
     listed = [Size(op, count, width, dtype) for count in coarse_to_fine(rows) for op in ops for width in hidden]
     return list({size.key: size for size in reversed(listed)}.values())[::-1]
+
+
+def matmul_sizes(
+    ops: Sequence[str], shapes: Sequence[tuple[int, int]], rows: Sequence[int], world: int
+) -> list[MatmulSize]:
+    """As above, for each op and (N, K)."""
+    return [MatmulSize(op, count, *shape, world) for count in coarse_to_fine(rows) for op in ops for shape in shapes]
 
 
 def coarse_to_fine(values: Sequence[int]) -> Iterator[int]:
@@ -69,8 +131,10 @@ def coarse_to_fine(values: Sequence[int]) -> Iterator[int]:
             spans += [(low, middle), (middle, high)]
 
 
-def choices(arena: Any, problem: Problem) -> list[Choice]:
+def choices(arena: Any, problem: Problem | MatmulProblem) -> list[Choice]:
     """Every candidate that can do the problem, in each layout that makes a difference."""
+    if isinstance(problem, MatmulProblem):
+        return _matmul_choices(arena, problem)
     able = [c.name for c in CANDIDATES[problem.op].values() if not c.cannot(arena, problem)]
     layouts = {"tpfuse_split": split_layouts, "tpfuse_ring": ring_layouts}
     return [choice for name in able for choice in (layouts[name](arena, problem) if name in layouts else [Choice(name)])]
@@ -78,7 +142,7 @@ def choices(arena: Any, problem: Problem) -> list[Choice]:
 
 def split_layouts(arena: Any, problem: Problem) -> list[Choice]:
     part = -(-_grid(problem)[1] // SPLIT)
-    return [Choice("tpfuse_split", warps) for warps in _warps(part, SPLIT_VECTORS_PER_THREAD)]
+    return [Choice("tpfuse_split", warps=warps) for warps in _warps(part, SPLIT_VECTORS_PER_THREAD)]
 
 
 def ring_layouts(arena: Any, problem: Problem) -> list[Choice]:
@@ -89,9 +153,11 @@ def ring_layouts(arena: Any, problem: Problem) -> list[Choice]:
         for per_multiprocessor in RING_BLOCKS:
             # With a row for each block, more blocks at a time are no use.
             for registers in REGISTERS if rows > max(RING_BLOCKS) * arena.multiprocessors else (None,):
-                choice = Choice("tpfuse_ring", warps, per_multiprocessor * arena.multiprocessors, registers)
+                options = {"warps": warps, "blocks": per_multiprocessor * arena.multiprocessors}
+                bound = {} if registers is None else {"registers": registers}
+                choice = Choice("tpfuse_ring", **options, **bound)
                 laid = layout(rows, vectors, 1, arena.ring.size, arena.multiprocessors, choice)
-                effective.setdefault(laid, dataclasses.replace(choice, registers=laid.registers))
+                effective.setdefault(laid, choice if laid.registers else Choice("tpfuse_ring", **options))
     return list(effective.values())
 
 
@@ -107,3 +173,40 @@ def _warps(vectors: int, per_thread: Sequence[int]) -> list[int]:
     """Warps of a block for so many vectors (rounded up to a power of two) of each thread; never a thread without any."""
     most = max(_WARP, 1 << (vectors - 1).bit_length()) // _WARP
     return list(dict.fromkeys(min(MOST_WARPS, max(1, most // each)) for each in per_thread))
+
+
+def _matmul_choices(arena: Any, problem: MatmulProblem) -> list[Choice]:
+    listed = []
+    for candidate in MATMULS[problem.op].values():
+        ours = [Choice(OWN, **dataclasses.asdict(tiling)) for tiling in tilings(problem)]
+        laid = ours if candidate.name == OWN else [Choice(candidate.name)]
+        listed += [choice for choice in laid if not candidate.cannot(arena, problem, choice)]
+    return listed
+
+
+def tilings(problem: MatmulProblem) -> list[Any]:
+    """Of our kernel: each of ``TILINGS`` with tiles that suit so many rows, and as many stages as there is room for."""
+    from tpfuse.kernels.cuda import all_gather_matmul, matmul_reduce_scatter
+    from tpfuse.kernels.cuda.gemm import Tiling
+
+    def room(tiling: Tiling) -> int:
+        if problem.op == ALL_GATHER:
+            return all_gather_matmul.room(tiling)
+        return matmul_reduce_scatter.room(tiling, problem.op == MATMUL_ALL_REDUCE)
+
+    tried = TILINGS.get(problem.op, {})
+    found = []
+    for columns in _tile_columns(problem.rows):
+        for values in itertools.product(*tried.values()):
+            laid = [
+                Tiling(columns=columns, stages=stages, **dict(zip(tried, values, strict=True)))
+                for stages in range(MOST_STAGES, 0, -1)
+            ]
+            found.append(next(tiling for tiling in laid if room(tiling) <= MOST_SHARED_BYTES))
+    return found
+
+
+def _tile_columns(rows: int) -> tuple[int, ...]:
+    if rows <= ONLY_NARROW_ROWS:
+        return (128,)
+    return (128, 256) if rows < ONLY_WIDE_ROWS else (256,)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from tpfuse.tables import Choice, Entries
+from tpfuse import tables
+from tpfuse.tables import Choice, Entries, Size
 
 #: Microseconds of each choice at one size; more than 0.
 Times: TypeAlias = Mapping[Choice, float]
@@ -36,21 +37,21 @@ def entries(by_rows: Mapping[int, Times]) -> Entries:
     return tuple(found)
 
 
-def told(chosen: Mapping[str, Mapping[int, Entries]], times: Mapping[tuple[str, int, int], Times], baseline: str) -> str:
+def told(chosen: Mapping[str, Mapping[Size, Entries]], times: Mapping[tuple[str, Size, int], Times], baseline: str) -> str:
     """A table of what was chosen, with the time at the ends of each range and how the baseline compares there."""
-    heads = ("op", "row bytes", "rows", "kernel", "warps", "blocks", "registers", "us", f"{baseline} us")
+    heads = ("op", "size", "rows", "kernel", "options", "us", f"{baseline} us")
     lines: list[tuple[str, ...]] = [heads]
-    for op, by_row in chosen.items():
-        for row_bytes, listed in by_row.items():
-            measured = sorted(rows for o, b, rows in times if (o, b) == (op, row_bytes))
+    for op, by_size in chosen.items():
+        for size, listed in by_size.items():
+            measured = sorted(rows for o, s, rows in times if (o, s) == (op, size))
             for index, (start, choice) in enumerate(listed):
                 end = listed[index + 1][0] if index + 1 < len(listed) else math.inf
                 inside = [rows for rows in measured if start <= rows < end]
                 ends = sorted({inside[0], inside[-1]})
-                spans = [_span([_time(times[op, row_bytes, r], name) for r in ends]) for name in (choice, Choice(baseline))]
-                layout = ["-" if n is None else str(n) for n in (choice.warps, choice.blocks, choice.registers)]
+                spans = [_span([_time(times[op, size, r], name) for r in ends]) for name in (choice, Choice(baseline))]
+                options = ",".join(f"{name}={value}" for name, value in choice.options) or "-"
                 rows = f"{start}-{int(end) - 1}" if end < math.inf else f"{start}-"
-                lines.append((op, str(row_bytes), rows, choice.candidate, *layout, *spans))
+                lines.append((op, tables.size_name(size), rows, choice.candidate, options, *spans))
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     lines.insert(1, tuple("-" * width for width in widths))
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

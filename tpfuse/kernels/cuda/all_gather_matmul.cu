@@ -1,14 +1,15 @@
 // All-gather + GEMMs in one persistent kernel: own rows first, while one thread per CTA pushes this rank's rows of A to the
 // peers in paced pieces; tiles of a peer's rows wait until those have arrived.
 //
-// One CTA per multiprocessor, all resident. Warp group 0: warp 0 loads operands, warp 1 stores tiles of C, warp 2 pushes.
-// Groups 1, 2: wgmma. Needs WORLD, MATRICES, BN, STAGES, CLUSTER, ELEMENT (0: bf16, 1: fp16).
+// One CTA per multiprocessor, all resident. Warp group 0: warp 0 loads operands, warp 1 pushes. Groups 1, 2: wgmma.
+// Needs what gemm.cuh needs, WORLD, MATRICES and ELEMENT (of results; 0: bf16, 1: fp16).
 //
 // Epochs as in matmul_reduce_scatter.cu. A count per block of rows and source tells the owner how many pieces have arrived; the
 // last CTA of a call to end sets them to zero, before this rank begins the call after it.
 
 constexpr int PEERS = WORLD - 1;
-constexpr int PIECE_ROWS = 64, PIECE_BYTES = PIECE_ROWS * BK * 2;
+constexpr int PIECE_ROWS = 64, PIECE_BYTES = PIECE_ROWS * BK_BYTES;
+constexpr int STRIP_BYTES = 16 * 128;  // of each multiplying warp: 64 columns of its rows
 
 struct Params {
   TensorMap a;               // [first + count, K], this rank's rows
@@ -16,19 +17,22 @@ struct Params {
   TensorMap gathered;        // [PEERS, count, K]: by source
   TensorMap sent[PEERS];     // the same of rank + 1, rank + 2, ..., in pieces
   TensorMap b[MATRICES];     // [N, K] each
-  TensorMap out[MATRICES];   // [WORLD, first + count, N] each: planes of S rows
   int* peer_counts[PEERS];   // theirs: as counts
   int* peer_begun[PEERS];
   int* counts;               // [PEERS, stride]: source rank + 1, rank + 2, ...; a block of rows each
   int* begun;                // [PEERS]
   int* epoch;                // {of the last call that has ended, CTAs that have ended this one}
   Control* control;
+  uint16_t* out[MATRICES];         // [WORLD * S, N] each
   const uint16_t* bias[MATRICES];  // [N] or null
+  Scale a_scale, b_scale[MATRICES];  // with FP8: of [S], this rank's, and [N]
+  float* scales;             // [PEERS, scale_stride]: of the peers' rows, where each row has one
+  float* peer_scales[PEERS];
   int columns[MATRICES];
-  int inner;                 // K
+  int inner, share;          // K, S
   int first, count;          // of each rank's rows, those of this launch
   int rank, across, pause;   // pause: clocks between pieces
-  int stride, tag;
+  int stride, scale_stride, tag;
 };
 
 // Units (the tiles of a cluster) of one rank's rows over all matrices, and where one of them lies.
@@ -68,18 +72,45 @@ INLINE void count_piece(int* count) {
   asm volatile("red.release.sys.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
 }
 
+// Rounded, 64 columns at a time through shared memory, so that a row's are written together. rows, left: how many of the
+// warp's 16 rows and of the tile's columns there are.
+INLINE void store_rows(const float* c, uint32_t strip, uint16_t* out, int rows, int left, int pitch, int lane) {
+#pragma unroll
+  for (int box = 0; box < BOXES; box++) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      uint32_t words[4];
+      rounded(words, c, 4 * box + j);
+      tile_store(tile_address(strip, 0, lane, j), words);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int row = 4 * i + lane / 8, column = 64 * box + lane % 8 * 8;
+      uint32_t a, b, d, e;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(a), "=r"(b), "=r"(d), "=r"(e)
+                   : "r"(strip + row * 128 + (((lane % 8) ^ (row & 7)) << 4))
+                   : "memory");
+      if (row < rows && column < left)
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(out + (size_t)row * pitch + column), "r"(a), "r"(b), "r"(d),
+                     "r"(e)
+                     : "memory");
+    }
+    __syncwarp();
+  }
+}
+
 extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
-  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 3];
+  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 1];
   __shared__ int poisoned;
-  uint32_t data = (shared_address(memory) + 1023) & ~1023u, tile = data + STAGES * STAGE_BYTES, bounce = tile + TILE_BYTES;
+  uint32_t data = (shared_address(memory) + 1023) & ~1023u, bounce = data + STAGES * STAGE_BYTES, strips = bounce + 2 * PIECE_BYTES;
   Stages stages(data, shared_address(barriers));
-  uint32_t free = stages.empty + 8 * STAGES, filled = free + 8, fetched = free + 16;
+  uint32_t fetched = stages.empty + 8 * STAGES;
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     stages.init();
-    barrier_init(free, 1);
-    barrier_init(filled, 2);
     barrier_init(fetched, 1);
     poisoned = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -114,23 +145,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
         stages.load(&p.gathered, b, row_of(t.at), t.at.column * BN, steps, t.source);
       }
     } else if (warp == 1 && lane == 0) {
-      uint32_t filled_parity = 0;
-      for (int n = first_unit; n < total; n += at_once) {
-        Unit t = unit_at(p, n, down, per_rank);
-        tma_wait_read();
-        barrier_arrive(free);
-        barrier_wait(filled, filled_parity);
-        filled_parity ^= 1;
-        const TensorMap* out = &p.out[0];
-        for (int m = 1; m < MATRICES; m++)
-          if (m == t.matrix) out = &p.out[m];
-        int owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
-        for (int j = 0; j < BOXES; j++)
-          tma_store(out, tile + j * BOX_BYTES, t.at.column * BN + j * 64, p.first + row_of(t.at), owner);
-        tma_commit();
-      }
-      tma_wait_written<0>();
-    } else if (warp == 2 && lane == 0) {
       bool dead = load_flag(&p.control->abort);
       if (blockIdx.x == 0 && !dead)
         for (int i = 0; i < PEERS; i++) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
@@ -140,6 +154,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
         // Of rank + 1 + i, this rank is source WORLD - 2 - i.
         int source = PEERS - 1 - i, peer = (p.rank + 1 + i) % WORLD;
         int* counts = p.peer_counts[i] + source * p.stride;
+        float* scales = FP8 ? p.peer_scales[i] + source * p.scale_stride : nullptr;
         int before = -1, last = -1;  // blocks of the pieces that are still on their way
         dead = !wait_for(p.begun + i, epoch, p.control, p.tag + (peer << 8));
         long long next = clock64();
@@ -157,6 +172,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
           next += p.pause;
           tma_store(&p.sent[i], buffer, column, row, source);
           tma_commit();
+          // Told of with the piece.
+          for (int r = row; FP8 && p.a_scale.each && !column && r < min(row + PIECE_ROWS, p.count); r++)
+            *(volatile float*)(scales + r) = p.a_scale.factors[p.first + r];
           before = last;
           last = row / BM;
         }
@@ -165,7 +183,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
         if (last >= 0) count_piece(counts + last);
       }
     }
-    // The CTA has ended the call when its three warps have: nobody pushes, waits or reads a count of it any more.
+    // The CTA has ended the call when its two warps have: nobody pushes, waits or reads a count of it any more.
     asm volatile("barrier.sync 3, 128;" ::: "memory");
     if (threadIdx.x == 0) {
       __threadfence();
@@ -179,41 +197,35 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
     int thread = threadIdx.x & 127, first_row = (group - 1) * 64 + thread / 32 * 16;
-    uint32_t free_parity = 0;
+    uint32_t strip = strips + (warp - 4) * STRIP_BYTES;
     float c[BN / 2];
     for (int n = first_unit; n < total; n += at_once) {
       Unit t = unit_at(p, n, down, per_rank);
       multiply_tile(c, stages, steps, group - 1, thread);
       const uint16_t* bias = p.bias[0];
-      int columns = p.columns[0];
+      uint16_t* out = p.out[0];
+      int columns = p.columns[0], column = t.at.column * BN, row = row_of(t.at) + first_row;
+      Scale b_scale = p.b_scale[0];
       for (int m = 1; m < MATRICES; m++)
         if (m == t.matrix) {
           bias = p.bias[m];
+          out = p.out[m];
           columns = p.columns[m];
+          b_scale = p.b_scale[m];
         }
-      bool poison = *(volatile int*)&poisoned;
-      barrier_wait(free, free_parity);
-      free_parity ^= 1;
+#if FP8
+      Scale a_scale = p.a_scale;
+      if (a_scale.each) a_scale.factors = t.source < 0 ? a_scale.factors + p.first : p.scales + t.source * p.scale_stride;
+      scale_tile(c, a_scale, row + lane / 4, p.count, b_scale, column, columns, lane);
+#endif
+      add_bias(c, bias, column, columns, true, true, lane);
+      if (*(volatile int*)&poisoned) {
 #pragma unroll
-      for (int j = 0; j < BN / 16; j++) {
-        uint32_t words[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          // Words 0 and 1 are of columns 16 j + 2 * (lane % 4) and the next, of two rows; 2 and 3 of columns 8 further on.
-          int column = t.at.column * BN + 16 * j + (k >> 1) * 8 + 2 * (lane & 3);
-          float left = c[8 * j + 2 * k], right = c[8 * j + 2 * k + 1];
-          if (bias && column < columns) {
-            uint32_t added = *(const uint32_t*)(bias + column);
-            left += low_of(added);
-            right += high_of(added);
-          }
-          words[k] = poison ? pack(NOT_A_NUMBER, NOT_A_NUMBER) : pack(left, right);
-        }
-        tile_store(tile_address(tile, first_row, lane, j), words);
+        for (int i = 0; i < BN / 2; i++) c[i] = NOT_A_NUMBER;
       }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
-      if (thread == 0) barrier_arrive(filled);
+      int owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
+      out += (size_t)(owner * p.share + p.first + row) * columns + column;
+      store_rows(c, strip, out, p.count - row, columns - column, columns, lane);
     }
   }
   cluster_sync();  // no CTA leaves while another may still signal it

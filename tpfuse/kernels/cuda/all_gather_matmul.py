@@ -15,10 +15,11 @@ import torch
 from tpfuse.comm.workspace import BEGUN_OFFSET, COUNTS, COUNTS_OFFSET, DATA_OFFSET, Workspace
 from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.cuda.gemm import (
-    BOX,
-    STEP,
+    FP8,
+    STEP_BYTES,
     THREADS,
     TILE_ROWS,
+    Scale,
     Tiling,
     by_rows,
     kernel_of,
@@ -31,13 +32,14 @@ from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
 FILES = ("hopper.cuh", "gemm.cuh", "all_gather_matmul.cu")
 MOST_MATRICES = 4
 _PIECE_ROWS = 64
-_BOUNCE_BYTES = 2 * _PIECE_ROWS * STEP * 2
+_BOUNCE_BYTES, _STRIPS_BYTES = 2 * _PIECE_ROWS * STEP_BYTES, 8 * 16 * 128
+_SCALES_ALIGNMENT = 128
 _TAG = 5  # comm/arena.py TAGS
 
 
-def tiling(rows: int, columns: int) -> Tiling:
+def tiling(rows: int, columns: int, dtype: torch.dtype) -> Tiling:
     """By rule of thumb, for ``rows`` of a rank and all columns: small tiles where there are few."""
-    return Tiling(128, 5, pace=0.7) if rows * columns <= 512 * 4096 else Tiling(pace=0.7)
+    return Tiling(128, 6, pace=0.7) if dtype == FP8 or rows * columns <= 512 * 4096 else Tiling(stages=4, pace=0.7)
 
 
 def all_gather_matmul(
@@ -47,6 +49,9 @@ def all_gather_matmul(
     rows: int,
     biases: Sequence[torch.Tensor | None],
     gathered: bool = False,
+    input_scale: torch.Tensor | None = None,
+    weight_scales: Sequence[torch.Tensor] = (),
+    out_dtype: torch.dtype | None = None,
     *,
     cut: Tiling | None = None,
 ) -> list[torch.Tensor]:
@@ -54,25 +59,26 @@ def all_gather_matmul(
 
     Where the peers' rows do not fit into the workspace at once, it is done in parts. Raises BuildError.
     """
-    arena, dtype = workspace.arena, input.dtype
+    arena, dtype = workspace.arena, out_dtype or input.dtype
     share, inner = input.shape
     columns = [weight.shape[1] for weight in weights]
-    cut = cut or tiling(share, sum(columns))
+    cut = cut or tiling(share, sum(columns), input.dtype)
     a, added, (b_rows, bs) = by_rows(input), [aligned(bias) for bias in biases], right_operands(weights)
+    factors = [scale.contiguous() for scale in (input_scale, *weight_scales) if scale is not None]
     outs = [torch.empty((arena.world * share, n), dtype=dtype, device=input.device) for n in columns]
-    whole = torch.empty((arena.world, share, inner), dtype=dtype, device=input.device) if gathered else None
-    most = most_rows(workspace, inner, dtype)
-    shared_bytes = cut.shared_bytes + _BOUNCE_BYTES
-    kernel = kernel_of(workspace, FILES, options(arena.world, len(weights), dtype, cut, b_rows), shared_bytes)
+    whole = input.new_empty((arena.world, share, inner)) if gathered else None
+    most, shared_bytes = most_rows(workspace, inner, input.dtype), room(cut)
+    macros = options(arena.world, len(weights), input.dtype, dtype, cut, b_rows)
+    kernel = kernel_of(workspace, FILES, macros, shared_bytes)
     stream = arena.enter()
     for first, count in parts(share, most):
         tiles = sum(cut.tiles(count, n) for n in columns) * arena.world
         blocks = cut.blocks(arena.multiprocessors, tiles)
         made = Parameters(parameters(arena.world, len(weights)))
-        _fill(made.fields, workspace, (a, bs, b_rows, outs, added), (share, first, count), cut, tiles)
+        _fill(made.fields, workspace, (a, bs, b_rows, outs, added, factors), (share, first, count), cut, tiles)
         made.launch(kernel, blocks, THREADS, shared_bytes, stream)
         if whole is not None:
-            arrived = workspace.data(dtype, (arena.world - 1, count, inner))
+            arrived = workspace.data(input.dtype, (arena.world - 1, count, inner))
             whole[arena.rank, first : first + count] = a[first : first + count]
             for number in range(arena.world - 1):
                 whole[(arena.rank + 1 + number) % arena.world, first : first + count] = arrived[number]
@@ -83,36 +89,46 @@ def all_gather_matmul(
 def most_rows(workspace: Workspace, inner: int, dtype: torch.dtype) -> int:
     """Rows of a rank in one launch, maybe none: by the room for the peers' rows, and for a count per block of rows."""
     peers = workspace.arena.world - 1
-    return min(workspace.bytes // (peers * inner * dtype.itemsize) // TILE_ROWS, COUNTS // peers) * TILE_ROWS
+    scale_bytes = (4 if dtype == FP8 else 0) * peers
+    room_for = (workspace.bytes - scale_bytes * _SCALES_ALIGNMENT) // (peers * inner * dtype.itemsize + scale_bytes)
+    return min(room_for // TILE_ROWS, COUNTS // peers) * TILE_ROWS
 
 
 def _fill(
     fields: Any, workspace: Workspace, tensors: tuple[Any, ...], part: tuple[int, int, int], cut: Tiling, tiles: int
 ) -> None:
-    a, bs, b_rows, outs, biases = tensors
+    a, bs, b_rows, outs, biases, factors = tensors
     inner, (share, first, count) = a.shape[1], part
     arena, peers, dtype, item = workspace.arena, workspace.arena.world - 1, a.dtype, a.element_size()
+    step = STEP_BYTES // item
     fields.a, fields.piece = operand(a, first + count, TILE_ROWS), operand(a, first + count, _PIECE_ROWS)
     planes, pitches = (inner, count, peers), (inner * item, count * inner * item)
-    fields.gathered = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (STEP, TILE_ROWS, 1))
+    fields.gathered = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (step, TILE_ROWS, 1))
     for number, peer in enumerate(workspace.peers):
-        fields.sent[number] = tensor_map(peer + DATA_OFFSET, dtype, planes, pitches, (STEP, _PIECE_ROWS, 1))
+        fields.sent[number] = tensor_map(peer + DATA_OFFSET, dtype, planes, pitches, (step, _PIECE_ROWS, 1))
         fields.peer_counts[number], fields.peer_begun[number] = peer + COUNTS_OFFSET, peer + BEGUN_OFFSET
+    by_row = any(scale.numel() > 1 for scale in factors[1:])  # one row of a rank has one factor all the same
     for number, (b, out) in enumerate(zip(bs, outs, strict=True)):
         columns, bias = out.shape[1], biases[number] if biases else None
-        fields.b[number] = operand(b, b.shape[0], STEP if b_rows else cut.columns // cut.cluster)
+        fields.b[number] = operand(b, b.shape[0], STEP_BYTES // 2 if b_rows else cut.columns // cut.cluster)
         fields.columns[number] = columns
-        sizes, steps = (columns, first + count, arena.world), (columns * item, share * columns * item)
-        fields.out[number] = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, TILE_ROWS, 1))
-        fields.bias[number] = 0 if bias is None else bias.data_ptr()
+        fields.out[number], fields.bias[number] = out.data_ptr(), 0 if bias is None else bias.data_ptr()
+        scale = factors[1 + number] if factors else None
+        fields.b_scale[number] = Scale.of(scale, scale is not None and scale.numel() > 1)
     fields.counts, fields.begun = workspace.base + COUNTS_OFFSET, workspace.base + BEGUN_OFFSET
     fields.epoch, fields.control = workspace.base, arena.control
-    fields.inner, fields.first, fields.count = inner, first, count
+    fields.inner, fields.share, fields.first, fields.count = inner, share, first, count
     fields.rank, fields.across = arena.rank, max(1, cut.across // cut.cluster)
-    pieces = -(-count // _PIECE_ROWS) * -(-inner // STEP) * peers
+    pieces = -(-count // _PIECE_ROWS) * -(-inner // step) * peers
     # What is sent should have gone by the time that the last rank's rows are begun.
-    fields.pause = int(cut.pace * cut.clocks(inner) * tiles * peers / arena.world / max(1, pieces))
+    fields.pause = int(cut.pace * cut.clocks(inner, dtype) * tiles * peers / arena.world / max(1, pieces))
     fields.stride, fields.tag = COUNTS // peers, _TAG
+    # Behind the rows; no two sources' in one line of a cache.
+    scales = DATA_OFFSET + -(-peers * count * inner * item // _SCALES_ALIGNMENT) * _SCALES_ALIGNMENT
+    fields.a_scale, fields.scales = Scale.of(factors[0] if factors else None, by_row), workspace.base + scales
+    fields.scale_stride = -(-count // _SCALES_ALIGNMENT) * _SCALES_ALIGNMENT
+    for number, peer in enumerate(workspace.peers):
+        fields.peer_scales[number] = peer + scales
 
 
 @functools.cache
@@ -120,14 +136,22 @@ def parameters(world: int, matrices: int) -> type[ctypes.Structure]:
     """``Params`` of the kernel."""
     address, number, peers = ctypes.c_uint64, ctypes.c_int32, world - 1
     maps: list[tuple[str, Any]] = [(name, TensorMap) for name in ("a", "piece", "gathered")]
-    maps += [("sent", TensorMap * peers), ("b", TensorMap * matrices), ("out", TensorMap * matrices)]
+    maps += [("sent", TensorMap * peers), ("b", TensorMap * matrices)]
     addresses: list[tuple[str, Any]] = [(name, address * peers) for name in ("peer_counts", "peer_begun")]
     addresses += [(name, address) for name in ("counts", "begun", "epoch", "control")]
-    addresses += [("bias", address * matrices)]
+    addresses += [("out", address * matrices), ("bias", address * matrices)]
+    addresses += [("a_scale", Scale), ("b_scale", Scale * matrices), ("scales", address), ("peer_scales", address * peers)]
     numbers: list[tuple[str, Any]] = [("columns", number * matrices)]
-    names = ("inner", "first", "count", "rank", "across", "pause", "stride", "tag")
+    names = ("inner", "share", "first", "count", "rank", "across", "pause", "stride", "scale_stride", "tag")
     return type("Params", (ctypes.Structure,), {"_fields_": (*maps, *addresses, *numbers, *((n, number) for n in names))})
 
 
-def options(world: int, matrices: int, dtype: torch.dtype, cut: Tiling, b_rows: bool) -> tuple[tuple[str, int], ...]:
-    return *cut.options(world, dtype, b_rows), ("MATRICES", matrices)
+def room(cut: Tiling) -> int:
+    """Bytes of shared memory."""
+    return cut.operand_bytes + _BOUNCE_BYTES + _STRIPS_BYTES
+
+
+def options(
+    world: int, matrices: int, dtype: torch.dtype, out_dtype: torch.dtype, cut: Tiling, b_rows: bool
+) -> tuple[tuple[str, int], ...]:
+    return *cut.options(world, dtype, out_dtype, b_rows), ("MATRICES", matrices)

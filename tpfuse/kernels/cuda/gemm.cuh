@@ -1,13 +1,13 @@
 // The main loop of a persistent, warp-specialised GEMM on Hopper: one warp loads by TMA, two warp groups multiply by wgmma.
 //
-// A [M, K] with K contiguous and B [N, K] with K contiguous (B_ROWS 0) or N (B_ROWS 1), 16-bit; C in fp32 registers, 64 x BN
-// per warp group. Needs BN, STAGES, B_ROWS, CLUSTER.
+// A [M, K] with K contiguous and B [N, K] with K contiguous (B_ROWS 0) or N (B_ROWS 1), 16-bit or (FP8 1) e4m3, then with
+// B_ROWS 0; C in fp32 registers, 64 x BN per warp group. Needs BN, STAGES, B_ROWS, CLUSTER, FP8.
 //
 // CLUSTER (1 or 2) CTAs compute tiles one below the other at the same time. Each loads its rows of A, and its part of B for
 // all of them.
 
-constexpr int BM = 128, BK = 64;
-constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int BM = 128, BK_BYTES = 128, BK = FP8 ? 128 : 64;
+constexpr int A_BYTES = BM * BK_BYTES, B_BYTES = BN * BK_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 // A tile of C in shared memory: boxes of 64 columns, rows of 128 bytes, swizzled as the tensor maps say.
 constexpr int BOXES = BN / 64, BOX_BYTES = BM * 128, TILE_BYTES = BOXES * BOX_BYTES;
 constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
@@ -60,7 +60,8 @@ struct Stages {
     constexpr int PART = BN / CLUSTER;
     column += cluster_place() * PART;
     for (int k = 0; k < steps; k++, next()) {
-      uint32_t to = data + stage * STAGE_BYTES, to_b = to + A_BYTES + cluster_place() * PART * BK * 2, barrier = full + 8 * stage;
+      uint32_t to = data + stage * STAGE_BYTES, to_b = to + A_BYTES + cluster_place() * PART * BK_BYTES;
+      uint32_t barrier = full + 8 * stage;
       barrier_wait(empty + 8 * stage, parity ^ 1);
       barrier_expect(barrier, STAGE_BYTES);
       if (plane < 0)
@@ -68,7 +69,7 @@ struct Stages {
       else
         tma_load(to, a, barrier, k * BK, row, plane);
 #if B_ROWS
-      for (int j = 0; j < PART / 64; j++) tma_load_all(to_b + j * 64 * BK * 2, b, barrier, column + j * 64, k * BK);
+      for (int j = 0; j < PART / 64; j++) tma_load_all(to_b + j * 64 * BK_BYTES, b, barrier, column + j * 64, k * BK);
 #else
       tma_load_all(to_b, b, barrier, k * BK, column);
 #endif
@@ -86,19 +87,24 @@ INLINE uint64_t matrix(uint32_t address, uint32_t box_bytes = 16) {
   return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)(box_bytes >> 4) << 16 | (64ull << 32) | (1ull << 62);
 }
 
-// B from its k-th 16 of K.
+// B from its k-th 32 bytes of K.
 INLINE uint64_t matrix_b(uint32_t address, int k) {
 #if B_ROWS
-  return matrix(address + k * 16 * 128, 64 * BK * 2);
+  return matrix(address + k * 16 * 128, 64 * BK_BYTES);
 #else
   return matrix(address + k * 32);
 #endif
 }
 
-#if B_ROWS
-#define B_ACROSS "1"
+#if FP8
+#define WGMMA_KIND "k32.f32.e4m3.e4m3"
+#define WGMMA_LAST "add, 1, 1; }"
+#elif B_ROWS
+#define WGMMA_KIND "k16." WGMMA_TYPES
+#define WGMMA_LAST "add, 1, 1, 0, 1; }"
 #else
-#define B_ACROSS "0"
+#define WGMMA_KIND "k16." WGMMA_TYPES
+#define WGMMA_LAST "add, 1, 1, 0, 0; }"
 #endif
 
 #define C8(i) \
@@ -113,42 +119,114 @@ INLINE uint64_t matrix_b(uint32_t address, int k) {
   "%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117," \
   "%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// c = a @ b (add 0) or c += a @ b (add 1), over 16 of K.
+// c = a @ b (add 0) or c += a @ b (add 1), over 32 bytes of K.
 INLINE void multiply(float* c, uint64_t a, uint64_t b, int add) {
 #if BN == 256
-  asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16." WGMMA_TYPES
-               " {" TEXT_64_A "," TEXT_64_B "}, %128, %129, add, 1, 1, 0, " B_ACROSS "; }"
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256" WGMMA_KIND
+               " {" TEXT_64_A "," TEXT_64_B "}, %128, %129, " WGMMA_LAST
                : C64(0), C64(64)
                : "l"(a), "l"(b), "r"(add));
 #else
-  asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16." WGMMA_TYPES
-               " {" TEXT_64_A "}, %64, %65, add, 1, 1, 0, " B_ACROSS "; }"
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128" WGMMA_KIND
+               " {" TEXT_64_A "}, %64, %65, " WGMMA_LAST
                : C64(0)
                : "l"(a), "l"(b), "r"(add));
 #endif
+}
+
+// The products are used behind this line, and not before it.
+template <int LEFT>
+INLINE void wait_for_products(float* c) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+  if (LEFT == 0) {
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(c[i])::"memory");
+  }
 }
 
 // All threads of one of the two multiplying warp groups: c of one tile. group: 0 or 1, thread: within it.
 INLINE void multiply_tile(float* c, Stages& stages, int steps, int group, int thread) {
   uint32_t before = 0;
   for (int k = 0; k < steps; k++, stages.next()) {
-    uint32_t a = stages.data + stages.stage * STAGE_BYTES + group * 64 * BK * 2;
-    uint32_t b = stages.data + stages.stage * STAGE_BYTES + A_BYTES;
+    uint32_t a = stages.data + stages.stage * STAGE_BYTES + group * 64 * BK_BYTES;
+    uint32_t b = stages.data + stages.stage * STAGE_BYTES + A_BYTES, empty = stages.empty + 8 * stages.stage;
     barrier_wait(stages.full + 8 * stages.stage, stages.parity);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#if FP8
+    // The tensor cores keep 14 bits of a sum of such products: every step's is added to another, in fp32.
+    float part[BN / 2];
 #pragma unroll
-    for (int i = 0; i < BK / 16; i++) multiply(c, matrix(a + 32 * i), matrix_b(b, i), (k | i) != 0);
+    for (int i = 0; i < BK_BYTES / 32; i++) multiply(part, matrix(a + 32 * i), matrix_b(b, i), i);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    wait_for_products<0>(part);
+    Stages::release(empty, thread);
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) c[i] = k ? c[i] + part[i] : part[i];
+#else
+#pragma unroll
+    for (int i = 0; i < BK_BYTES / 32; i++) multiply(c, matrix(a + 32 * i), matrix_b(b, i), (k | i) != 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     if (k) {  // the step before has been read now
-      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      wait_for_products<1>(c);
       Stages::release(before, thread);
     }
-    before = stages.empty + 8 * stages.stage;
+    before = empty;
+#endif
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(c[i])::"memory");  // not used before this line
+#if !FP8
+  wait_for_products<0>(c);
   Stages::release(before, thread);
+#endif
+}
+
+// -- what becomes of a tile --------------------------------------------------------------------------------------------
+//
+// A thread has rows lane / 4 and that + 8 of its warp's 16, and columns 2 * (lane % 4) and the next of each block of 8: of the
+// j-th block c[4 j] and c[4 j + 1] of the upper row, c[4 j + 2] and c[4 j + 3] of the lower one.
+
+// Factors of all, or (each 1) of each row or column.
+struct Scale {
+  const float* factors;
+  int each;
+
+  INLINE float at(int i, int count) const { return *(volatile const float*)(factors + (each ? min(i, count - 1) : 0)); }
+};
+
+// row, rows: of the thread's upper row among the factors, and how many there are; column: the tile's first.
+INLINE void scale_tile(float* c, Scale a, int row, int rows, Scale b, int column, int columns, int lane) {
+  float upper = a.at(row, rows), lower = a.at(row + 8, rows);
+#pragma unroll
+  for (int j = 0; j < BN / 8; j++) {
+    int first = column + 8 * j + 2 * (lane & 3);
+    float left = b.at(first, columns), right = b.at(first + 1, columns);
+    c[4 * j] *= upper * left;
+    c[4 * j + 1] *= upper * right;
+    c[4 * j + 2] *= lower * left;
+    c[4 * j + 3] *= lower * right;
+  }
+}
+
+// bias [columns] or null. upper, lower: whether the thread's rows get it.
+INLINE void add_bias(float* c, const uint16_t* bias, int column, int columns, bool upper, bool lower, int lane) {
+  if (!bias) return;
+#pragma unroll
+  for (int j = 0; j < BN / 8; j++) {
+    int first = column + 8 * j + 2 * (lane & 3);
+    if (first < columns) {
+      uint32_t words = *(const uint32_t*)(bias + first);
+      float left = low_of(words), right = high_of(words);
+      c[4 * j] += upper ? left : 0;
+      c[4 * j + 1] += upper ? right : 0;
+      c[4 * j + 2] += lower ? left : 0;
+      c[4 * j + 3] += lower ? right : 0;
+    }
+  }
+}
+
+// The 16 columns from 16 j, rounded, as tile_store wants them.
+INLINE void rounded(uint32_t* words, const float* c, int j) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) words[k] = pack(c[8 * j + 2 * k], c[8 * j + 2 * k + 1]);
 }
 
 // A thread's 16 bytes in a tile: for columns 16 j to 16 j + 15 of its warp's 16 rows. lane: of the warp, row: its first row.

@@ -5,6 +5,7 @@ M  rows     K  inner dimension     N  columns
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Sequence
 
@@ -16,11 +17,12 @@ from tpfuse.errors import BuildError
 from tpfuse.kernels.cuda import build
 from tpfuse.kernels.cuda.launch import TensorMap, tensor_map
 
-ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
-TILE_ROWS, STEP, BOX = 128, 64, 64  # BM, BK and the columns of a box in gemm.cuh
+ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}  # of results, and of operands if they are not FP8
+FP8 = torch.float8_e4m3fn
+TILE_ROWS, STEP_BYTES, BOX = 128, 128, 64  # BM, BK_BYTES and the columns of a box of results in gemm.cuh
 THREADS = 384
-_ALIGNMENT = 8  # elements of 16 bytes
-_FLOP_PER_CLOCK = 4096  # of one multiprocessor, 16-bit
+_ALIGNMENT_BYTES = 16
+_FLOP_PER_CLOCK = 8192  # of one multiprocessor, divided by the bytes of an element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +44,14 @@ class Tiling:
     pace: float = 0.8
 
     @property
-    def shared_bytes(self) -> int:
-        """For operands and one tile of the result, aligned."""
-        return self.stages * (TILE_ROWS + self.columns) * STEP * 2 + TILE_ROWS * self.columns * 2 + 1024
+    def operand_bytes(self) -> int:
+        """Of shared memory for all stages, and to align them."""
+        return self.stages * (TILE_ROWS + self.columns) * STEP_BYTES + 1024
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of a tile of results."""
+        return TILE_ROWS * self.columns * 2
 
     @property
     def unit_rows(self) -> int:
@@ -59,30 +66,35 @@ class Tiling:
         """Of a grid: all resident, whole clusters."""
         return min(multiprocessors // self.cluster * self.cluster, tiles)
 
-    def clocks(self, inner: int) -> float:
+    def clocks(self, inner: int, dtype: torch.dtype) -> float:
         """Of a multiprocessor, for one tile."""
-        return 2 * TILE_ROWS * self.columns * inner / _FLOP_PER_CLOCK
+        return 2 * TILE_ROWS * self.columns * inner * dtype.itemsize / _FLOP_PER_CLOCK
 
-    def options(self, world: int, dtype: torch.dtype, b_rows: bool) -> tuple[tuple[str, int], ...]:
+    def options(self, world: int, dtype: torch.dtype, out_dtype: torch.dtype, b_rows: bool) -> tuple[tuple[str, int], ...]:
         """Macros that every kernel is compiled with. b_rows: B has N contiguous, not K."""
         sizes = (("BN", self.columns), ("STAGES", self.stages), ("CLUSTER", self.cluster))
-        return ("WORLD", world), ("ELEMENT", ELEMENTS[dtype]), *sizes, ("B_ROWS", int(b_rows))
+        kinds = (("ELEMENT", ELEMENTS[out_dtype]), ("FP8", int(dtype == FP8)), ("B_ROWS", int(b_rows)))
+        return ("WORLD", world), *sizes, *kinds
 
 
-def cannot(rows: int, columns: int, inner: int, dtype: torch.dtype) -> str:
-    """Why a kernel cannot do this, wherever; "" if it can."""
-    if dtype not in ELEMENTS:
-        return f"dtype {dtype}"
+def cannot(rows: int, columns: int, inner: int, dtypes: Sequence[torch.dtype], out_dtype: torch.dtype | None = None) -> str:
+    """Why a kernel cannot do this, wherever; "" if it can. dtypes: of all operands; out_dtype: None: theirs."""
+    kinds = {*dtypes}
+    out_dtypes = {*ELEMENTS} if dtypes[0] == FP8 else {None, dtypes[0]}
+    if len(kinds) > 1 or not kinds <= {FP8, *ELEMENTS} or out_dtype not in out_dtypes:
+        return f"dtype {', '.join(map(str, dtypes))}{f' -> {out_dtype}' if out_dtype else ''}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         return f"it is for Hopper, not for {torch.cuda.get_device_name()}"
-    if columns % _ALIGNMENT or inner % _ALIGNMENT:
-        return f"K = {inner} and N = {columns} must be multiples of {_ALIGNMENT}"
+    of_columns, of_inner = _ALIGNMENT_BYTES // 2, _ALIGNMENT_BYTES // dtypes[0].itemsize
+    if columns % of_columns or inner % of_inner:
+        return f"K = {inner} must be a multiple of {of_inner}, N = {columns} of {of_columns}"
     return "" if rows and columns and inner else "nothing to compute"
 
 
 def lies_by_rows(matrix: torch.Tensor) -> bool:
     """Whether its last dimension is contiguous and its rows on 16-byte boundaries."""
-    fits = matrix.stride(1) == 1 and not matrix.stride(0) % _ALIGNMENT and not matrix.data_ptr() % 16
+    pitch = matrix.stride(0) * matrix.element_size()
+    fits = matrix.stride(1) == 1 and not pitch % _ALIGNMENT_BYTES and not matrix.data_ptr() % _ALIGNMENT_BYTES
     return fits and matrix.stride(0) >= matrix.shape[1]
 
 
@@ -100,15 +112,30 @@ def parts(share: int, most: int) -> list[tuple[int, int]]:
 
 def right_operands(weights: Sequence[torch.Tensor]) -> tuple[bool, list[torch.Tensor]]:
     """(whether N is contiguous in all, and not K; weights [K, N] so, or as [N, K], copied where need be)"""
-    if all(map(lies_by_rows, weights)) and not all(lies_by_rows(weight.t()) for weight in weights):
+    if (
+        weights[0].dtype != FP8
+        and all(map(lies_by_rows, weights))
+        and not all(lies_by_rows(weight.t()) for weight in weights)
+    ):
         return True, list(weights)
     return False, [by_rows(weight.t()) for weight in weights]
 
 
 def operand(matrix: torch.Tensor, rows: int, box_rows: int) -> TensorMap:
     """The first ``rows`` rows of a matrix that lies by rows."""
-    pitch = matrix.stride(0) * matrix.element_size()
-    return tensor_map(matrix.data_ptr(), matrix.dtype, (matrix.shape[1], rows), (pitch,), (STEP, box_rows))
+    pitch, box = matrix.stride(0) * matrix.element_size(), (STEP_BYTES // matrix.element_size(), box_rows)
+    return tensor_map(matrix.data_ptr(), matrix.dtype, (matrix.shape[1], rows), (pitch,), box)
+
+
+class Scale(ctypes.Structure):
+    """``Scale`` of gemm.cuh."""
+
+    _fields_ = (("factors", ctypes.c_uint64), ("each", ctypes.c_int32))
+
+    @classmethod
+    def of(cls, factors: torch.Tensor | None, each: bool) -> Scale:
+        """Of contiguous fp32: one number, or one for each row or column; None: there is nothing to scale."""
+        return cls() if factors is None else cls(factors.data_ptr(), int(each))
 
 
 def kernel_of(workspace: Workspace, files: tuple[str, ...], options: tuple[tuple[str, int], ...], shared_bytes: int) -> int:

@@ -11,7 +11,13 @@ import torch
 from tpfuse.errors import BuildError
 from tpfuse.kernels.cuda.build import done, driver
 
-_DATA_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_DATA_TYPES = {
+    torch.uint8: 0,
+    torch.float8_e4m3fn: 0,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}  # CUtensorMapDataType
 _NO_INTERLEAVE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUTSIDE = 0, 3, 3, 0
 _ALIGNMENT = 128  # of a tensor map, in memory and in a structure
 

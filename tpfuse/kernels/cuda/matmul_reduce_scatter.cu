@@ -1,20 +1,27 @@
 // GEMM + reduce-scatter in one persistent kernel: tiles of the peers' rows are pushed to them in paced pieces while the next
-// tiles are computed; own tiles add what the peers have sent, in a fixed order, before they are stored.
+// tiles are computed; own tiles add what the peers have sent, in a fixed order, before they are stored. ALL_ROWS 1: and the
+// results are pushed to the peers likewise, so that it is an all-reduce.
 //
-// One CTA per multiprocessor, all resident. Warp group 0: warp 0 loads operands, warp 1 moves tiles of C. Groups 1, 2: wgmma.
-// Needs WORLD, BN, STAGES, CLUSTER, ELEMENT (0: bf16, 1: fp16), PIECE_ROWS.
+// One CTA per multiprocessor, all resident. Warp group 0: warp 0 loads operands, warp 1 moves tiles of C, warp 2 (ALL_ROWS)
+// copies the peers' results to where they belong. Groups 1, 2: wgmma.
+// Needs what gemm.cuh needs, WORLD, ELEMENT (of results; 0: bf16, 1: fp16) and ALL_ROWS.
 //
 // A call has an epoch, the same on all ranks. Partial sums go to the owner's buffer once the owner has begun the same call:
 // what the call before has received there has been read then. A flag per tile and source tells the owner the epoch that has
-// arrived.
+// arrived. The same holds for results.
 
-constexpr int PEERS = WORLD - 1;
+constexpr int PEERS = WORLD - 1, PIECE_ROWS = 32;
+// What warp 2 copies by, and where: boxes of half as many rows as a tile, in turn.
+constexpr int COPY_ROWS = 64, COPY_BYTES = COPY_ROWS * 128;
 
 struct Params {
   TensorMap a, b;          // [M, K], [N, K]
-  TensorMap out;           // [S, N], this rank's rows
-  TensorMap received;      // [PEERS, count, N]: by source
-  TensorMap sent[PEERS];   // the same of rank + 1, rank + 2, ...
+  TensorMap out;           // [1 or, with ALL_ROWS, WORLD, first + count, N]: planes of S rows
+  TensorMap received;      // [PEERS, count, N]: partial sums, by source
+  TensorMap results;       // the same: of the source's rows
+  TensorMap copied;        // out, in boxes of COPY_ROWS
+  TensorMap sent[PEERS];   // what rank + 1, rank + 2, ... have received, in pieces
+  TensorMap given[PEERS];  // their results
   int* peer_flags[PEERS];  // theirs: as flags
   int* peer_begun[PEERS];
   int* flags;              // [PEERS, stride]: source rank + 1, rank + 2, ...; a tile each. The same place in every call
@@ -22,15 +29,16 @@ struct Params {
   int* epoch;              // {of the last call that has ended, CTAs that have ended this one}
   Control* control;
   const uint16_t* bias;    // [N] or null
+  Scale a_scale, b_scale;  // with FP8: of [M] and [N]
   int rows, columns, inner, share;  // M, N, K, S
   int first, count;                 // of each rank's rows, those of this launch
   int rank, lead, across, pause;    // lead: tiles of peers before own ones are mixed in; pause: clocks between pieces
-  int stride, tag;
+  int stride, results_ahead, tag;  // results_ahead: from flags to result_flags
 };
 
 // The n-th unit of work in the order of computing, a unit being the tiles of a cluster: `lead` of the peers', then one of ours
-// after each PEERS of theirs, then the rest of ours. Peers take turns within a tile's place, so that no rank is sent to by all at once.
-// `lead` is a multiple of PEERS. A unit of ours comes after those of the same number at all peers, so no rank waits for what
+// after each PEERS of theirs, then the rest of ours. Peers take turns within a tile's place, so that no rank is sent to by all
+// at once. `lead` is a multiple of PEERS. A unit of ours comes after those of the same number at all peers, so no rank waits for what
 // waits for it.
 struct Unit {
   int own, peer, number;
@@ -49,14 +57,68 @@ INLINE Unit unit_at(int n, int units, int lead) {
   return {1, 0, n - theirs};
 }
 
+// Pushes a tile to a peer, piece by piece, and tells it by a flag.
+INLINE void push(const Params& p, const TensorMap* to, int* flag, uint32_t tile, Place at, int source, int pause, int epoch) {
+  int row = row_of(at), column = at.column * BN;
+  // Paced: a burst from all multiprocessors would fill the way to the link, and the operands' loads would queue behind.
+  long long next = clock64();
+  for (int r = 0; r < BM && row + r < p.count; r += PIECE_ROWS) {
+    for (int j = 0; j < BOXES && column + j * 64 < p.columns; j++) {
+      while (clock64() < next) asm volatile("nanosleep.u32 64;");
+      next += pause;
+      tma_store(to, tile + j * BOX_BYTES + r * 128, column + j * 64, row + r, source);
+      tma_commit();
+      tma_wait_written<1>();
+    }
+  }
+  tma_wait_written<0>();
+  proxy_fence();
+  store_flag(flag, epoch);
+}
+
+// One thread: the peers' results from where they arrive to their rows of out, as they arrive.
+INLINE void collect(const Params& p, uint32_t buffers, uint32_t fetched, int tiles, int across, int down, int epoch) {
+  bool dead = load_flag(&p.control->abort);
+  uint32_t parity = 0;
+  int turn = 0;
+  for (int n = blockIdx.x; n < tiles * PEERS; n += gridDim.x) {
+    int source = n % PEERS, number = n / PEERS, owner = (p.rank + 1 + source) % WORLD;
+    Place at = place(number / CLUSTER, down, across, p.across);
+    int row = (at.row * CLUSTER + number % CLUSTER) * BM, column = at.column * BN;
+    bool died = dead;
+    dead = dead || !wait_for(p.flags + p.results_ahead + source * p.stride + number, epoch, p.control, p.tag + (owner << 8));
+    if (dead && !died) {  // from now on, what is copied is not a number
+      tma_wait_read();
+      for (int i = 0; i < 2 * COPY_BYTES / 4; i++)
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(buffers + 4 * i), "r"(pack(NOT_A_NUMBER, NOT_A_NUMBER)) : "memory");
+    }
+    proxy_fence();
+    for (int r = 0; r < BM && row + r < p.count; r += COPY_ROWS) {
+      for (int j = 0; j < BOXES && column + j * 64 < p.columns; j++, turn ^= 1) {
+        uint32_t buffer = buffers + turn * COPY_BYTES;
+        tma_wait_read<1>();
+        if (!dead) {
+          barrier_expect(fetched, COPY_BYTES);
+          tma_load(buffer, &p.results, fetched, column + j * 64, row + r, source);
+          barrier_wait(fetched, parity);
+          parity ^= 1;
+        }
+        tma_store(&p.copied, buffer, column + j * 64, p.first + row + r, owner);
+        tma_commit();
+      }
+    }
+  }
+  tma_wait_written<0>();
+}
+
 extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_scatter(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
-  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 4];
+  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 5];
   __shared__ int poisoned;
   uint32_t data = (shared_address(memory) + 1023) & ~1023u, tile = data + STAGES * STAGE_BYTES;
   Stages stages(data, shared_address(barriers));
   // The tile's buffer is free; holds a result; holds a partial sum; and that has been read.
-  uint32_t free = stages.empty + 8 * STAGES, filled = free + 8, arrived = free + 16, added = free + 24;
+  uint32_t free = stages.empty + 8 * STAGES, filled = free + 8, arrived = free + 16, added = free + 24, fetched = free + 32;
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     stages.init();
@@ -64,9 +126,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
     barrier_init(filled, 2);
     barrier_init(arrived, 1);
     barrier_init(added, 2);
+    barrier_init(fetched, 1);
     poisoned = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  int epoch = after(load_flag(p.epoch));  // by all threads, before any of this CTA ends the call
   __syncthreads();
   cluster_sync();
   // Below the last row there may be a tile of nothing: it is loaded as zeros, and not stored.
@@ -83,14 +147,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
         stages.load(&p.a, &p.b, owner * p.share + p.first + row_of(at), at.column * BN, steps);
       }
     } else if (warp == 1 && lane == 0) {
-      int epoch = after(load_flag(p.epoch));
-      bool dead = load_flag(&p.control->abort), may_push[PEERS];
+      bool dead = load_flag(&p.control->abort);
+      uint32_t begun = 0;  // bit i: by peer i
       uint32_t filled_parity = 0, added_parity = 0;
-      for (int i = 0; i < PEERS; i++) {
-        may_push[i] = false;
-        // Of rank + 1 + i, this rank is source WORLD - 2 - i.
-        if (blockIdx.x == 0 && !dead) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
-      }
+      // Of rank + 1 + i, this rank is source WORLD - 2 - i.
+      for (int i = 0; i < PEERS && blockIdx.x == 0 && !dead; i++) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
       for (int n = first_unit; n < total; n += at_once) {
         Unit t = unit_at(n, units, p.lead);
         Place at = place(t.number, down, across, p.across);
@@ -120,31 +181,24 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
         barrier_wait(filled, filled_parity);
         filled_parity ^= 1;
         if (t.own) {
-          for (int j = 0; j < BOXES; j++) tma_store(&p.out, tile + j * BOX_BYTES, column + j * 64, p.first + row);
+          for (int j = 0; j < BOXES; j++)
+            tma_store(&p.out, tile + j * BOX_BYTES, column + j * 64, p.first + row, ALL_ROWS ? p.rank : 0);
           tma_commit();
-          continue;
+          if (!ALL_ROWS) continue;
         }
-        int source = PEERS - 1 - t.peer;
-        if (!dead && !may_push[t.peer]) {
-          int peer = (p.rank + 1 + t.peer) % WORLD;
-          may_push[t.peer] = wait_for(p.begun + t.peer, epoch, p.control, p.tag + (peer << 8));
-          dead = !may_push[t.peer];
+        // Nothing is computed any more that the last tile's pieces could hold up.
+        int pause = n + at_once < total ? p.pause : 0;
+        for (int i = t.own ? 0 : t.peer; i < (t.own ? PEERS : t.peer + 1) && !dead; i++) {
+          int source = PEERS - 1 - i, peer = (p.rank + 1 + i) % WORLD;
+          dead = !(begun >> i & 1) && !wait_for(p.begun + i, epoch, p.control, p.tag + (peer << 8));
+          if (dead) break;
+          begun |= 1u << i;
+          int* flag = p.peer_flags[i] + source * p.stride + number;
+          if (t.own)
+            push(p, &p.given[i], flag + p.results_ahead, tile, at, source, pause / PEERS, epoch);
+          else
+            push(p, &p.sent[i], flag, tile, at, source, pause, epoch);
         }
-        if (dead) continue;
-        // Paced: a burst from all multiprocessors would fill the way to the link, and the operands' loads would queue behind.
-        long long next = clock64();
-        for (int r = 0; r < BM && row + r < p.count; r += PIECE_ROWS) {
-          for (int j = 0; j < BOXES && column + j * 64 < p.columns; j++) {
-            while (clock64() < next) asm volatile("nanosleep.u32 64;");
-            next += p.pause;
-            tma_store(&p.sent[t.peer], tile + j * BOX_BYTES + r * 128, column + j * 64, row + r, source);
-            tma_commit();
-            tma_wait_written<1>();
-          }
-        }
-        tma_wait_written<0>();
-        proxy_fence();
-        store_flag(p.peer_flags[t.peer] + source * p.stride + number, epoch);
       }
       tma_wait_written<0>();
       // All have read the epoch before the last one ends, and changes it.
@@ -152,6 +206,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
         *(volatile int*)(p.epoch + 1) = 0;
         store_flag(p.epoch, epoch);
       }
+    } else if (ALL_ROWS && warp == 2 && lane == 0) {
+      collect(p, tile + TILE_BYTES, fetched, units * CLUSTER, across, down, epoch);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
@@ -162,6 +218,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
       Unit t = unit_at(n, units, p.lead);
       Place at = place(t.number, down, across, p.across);
       multiply_tile(c, stages, steps, group - 1, thread);
+      int owner = t.own ? p.rank : (p.rank + 1 + t.peer) % WORLD, column = at.column * BN;
+      int row = owner * p.share + p.first + row_of(at) + first_row + lane / 4;
+#if FP8
+      scale_tile(c, p.a_scale, row, p.rows, p.b_scale, column, p.columns, lane);
+#endif
       if (t.own) {
         for (int i = 0; i < PEERS; i++) {
           barrier_wait(arrived, arrived_parity);
@@ -181,22 +242,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
             if (thread == 0) barrier_arrive(added);
           }
         }
-        bool poison = *(volatile int*)&poisoned;
-        // A thread has rows lane / 4 and that + 8, columns 2 * (lane % 4) and the next, of each 8 x 8 block.
-        int row = p.rank * p.share + p.first + row_of(at) + first_row + lane / 4;
-        bool upper = row < p.rows, lower = row + 8 < p.rows;
+        add_bias(c, p.bias, column, p.columns, row < p.rows, row + 8 < p.rows, lane);
+        if (*(volatile int*)&poisoned) {
 #pragma unroll
-        for (int j = 0; j < BN / 8; j++) {
-          int column = at.column * BN + 8 * j + 2 * (lane & 3);
-          if (p.bias && column < p.columns) {
-            uint32_t words = *(const uint32_t*)(p.bias + column);
-            float left = low_of(words), right = high_of(words);
-            c[4 * j] += upper ? left : 0;
-            c[4 * j + 1] += upper ? right : 0;
-            c[4 * j + 2] += lower ? left : 0;
-            c[4 * j + 3] += lower ? right : 0;
-          }
-          if (poison) c[4 * j] = c[4 * j + 1] = c[4 * j + 2] = c[4 * j + 3] = NOT_A_NUMBER;
+          for (int i = 0; i < BN / 2; i++) c[i] = NOT_A_NUMBER;
         }
       } else {
         barrier_wait(free, free_parity);
@@ -205,8 +254,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
 #pragma unroll
       for (int j = 0; j < BN / 16; j++) {
         uint32_t words[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) words[k] = pack(c[8 * j + 2 * k], c[8 * j + 2 * k + 1]);
+        rounded(words, c, j);
         tile_store(tile_address(tile, first_row, lane, j), words);
       }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
