@@ -38,6 +38,7 @@ GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_
 OPS = (SCATTER, GATHER, REDUCE)
 TORCH, OWN, COMPOSED, DISPATCH = "torch_symm_mem", "tpfuse", "tpfuse_all_reduce", "dispatch"
 ROWS = (64, 256, 512, 1024, 2048, 4096, 8192, 16384)
+MOST_CALLS, GRAPH_FLOP, COLD_BYTES = 10, 3e12, 160 << 20  # calls of a graph; weights that take turns
 LEAST_SCORED_ROWS, LEAST_SCORED_GAP = 512, 0.05
 FIELDS = ("op", "m", "n", "k", "dtype", "quant", "world", "gpu", "torch", "idle", "candidate", "us", "commit")
 #: hidden, attention's columns (queries, keys and values), those of its output, intermediate: before they are sharded
@@ -62,13 +63,17 @@ def layers(model: str, world: int) -> list[tuple[str, str, int, int]]:
 
 
 class Operands:
-    """Of one size on this rank: [M, K] whole, [S, K] shard, [K, N] weight; FP8 ones with a scale per row and column."""
+    """Of one size on this rank: [M, K] whole, [S, K] shard, [K, N] weights; FP8 ones with a scale per row and column.
+
+    There are so many weights, which take turns, that they come from memory, as a model's do.
+    """
 
     def __init__(self, ranks: Ranks, m: int, n: int, k: int, fp8: bool) -> None:
         generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
         draw = lambda *shape: torch.randn(*shape, device=ranks.device, generator=generator)  # noqa: E731
         dtype, deviation = (torch.float8_e4m3fn, 1.0) if fp8 else (torch.bfloat16, k**-0.5)
-        self.whole, self.weight = draw(m, k).to(dtype), (draw(n, k) * deviation).to(dtype).t()
+        self.whole, count = draw(m, k).to(dtype), 1 + COLD_BYTES // (n * k * dtype.itemsize)
+        self.weights = [(draw(n, k) * deviation).to(dtype).t() for _ in range(min(count, MOST_CALLS))]
         share = m // ranks.size
         self.shard = self.whole[:share].contiguous()
         self.whole_options: dict[str, Any] = {}  # of our operations
@@ -79,33 +84,38 @@ class Operands:
             self.whole_options = {"input_scale": scales, "weight_scale": columns, **of_weight}
             self.shard_options = {"input_scale": scales[:share].contiguous(), "weight_scales": [columns], **of_weight}
 
-    def product(self) -> torch.Tensor:
-        return product(self.whole, self.weight, *self.whole_options.values())
+    def weight(self, turn: int) -> torch.Tensor:
+        return self.weights[turn % len(self.weights)]
+
+    def product(self, turn: int) -> torch.Tensor:
+        return product(self.whole, self.weight(turn), *self.whole_options.values())
 
 
 def bodies(ranks: Ranks, op: str, operands: Operands) -> dict[str, Callable[[int], Any]]:
     """What is captured: the same product by each candidate; a new output each time."""
     group, name = dist.group.WORLD, ranks.group_name
-    whole, shard, weight = operands.whole, operands.shard, operands.weight
+    whole, shard = operands.whole, operands.shard
 
-    def ours(kernel: str | None) -> torch.Tensor:
+    def ours(turn: int, kernel: str | None) -> torch.Tensor:
+        weight = operands.weight(turn)
         if op == GATHER:
             return ops.all_gather_matmul(shard, weight, group=group, kernel=kernel, **operands.shard_options)[0]
         run = ops.matmul_reduce_scatter if op == SCATTER else ops.matmul_all_reduce
         return run(whole, weight, group=group, kernel=kernel, **operands.whole_options)
 
     def fused(turn: int) -> torch.Tensor:
+        weight = operands.weight(turn)
         if op == SCATTER:
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(whole, weight, "sum", 0, name)
         return torch.ops.symm_mem.fused_all_gather_matmul(shard, [weight], 0, name, return_A=False)[1][0]
 
-    found = {"gemm": lambda turn: operands.product(), "nccl": lambda turn: ours("nccl")}
+    found = {"gemm": operands.product, "nccl": lambda turn: ours(turn, "nccl")}
     if op != REDUCE and not operands.whole_options:  # torch has none
         found[TORCH] = fused
-    found[OWN] = lambda turn: ours(OWN)
+    found[OWN] = lambda turn: ours(turn, OWN)
     if op == REDUCE:
-        found[COMPOSED] = lambda turn: ours(COMPOSED)
-    return {**found, DISPATCH: lambda turn: ours(None)}
+        found[COMPOSED] = lambda turn: ours(turn, COMPOSED)
+    return {**found, DISPATCH: lambda turn: ours(turn, None)}
 
 
 def wire_us(op: str, m: int, n: int, k: int, world: int, item: int) -> float:
@@ -119,7 +129,7 @@ def one_size(
     """us by candidate, the limit among them; what fails or is wrong is told and left out."""
     operands = Operands(ranks, m, n, k, fp8)
     all_bodies = bodies(ranks, op, operands)
-    inner = max(2, min(10, int(3e13 / (2 * m * n * k))))
+    inner = max(2, min(MOST_CALLS, int(GRAPH_FLOP / (2 * m * n * k))))
     graphs, expected = {}, all_bodies["nccl"](0)
     for name in ("gemm", "nccl", *(name for name in wanted if name in all_bodies)):
         try:

@@ -77,7 +77,7 @@ def test_the_table_finds_what_was_measured(world):
 
 
 @pytest.mark.parametrize("op", [REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE])
-@pytest.mark.parametrize(("rows", "columns"), [(64, {128}), (512, {128}), (1024, {128, 256}), (8192, {256})])
+@pytest.mark.parametrize(("rows", "columns"), [(64, {128}), (256, {128}), (512, {128, 256}), (4096, {256})])
 def test_tilings(op, rows, columns):
     """Of each width that suits the rows, with as many stages as fit."""
     listed = proposals.tilings(MatmulSize(op, rows, 4096, 7168, 2).problem)
@@ -248,6 +248,8 @@ def test_what_is_measured_is_what_a_call_gets(monkeypatch):
             return 1.0
         return 20.0 if size.rows < 512 else 8.0 if (choice.get("lead") == 2) == (size.rows >= 4096) else 9.0
 
+    monkeypatch.setattr(proposals, "TILINGS", {REDUCE_SCATTER: {"lead": (None, 2), "pace": (0.5, 0.8)}})
+    monkeypatch.setattr(proposals, "ONLY_WIDE_ROWS", 8192)
     monkeypatch.setattr(matmul_candidates, "_most_rows", lambda *a: 128)
     monkeypatch.setattr(job, "MatmulBench", fake_bench(cost))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -286,3 +288,17 @@ def test_memory_is_made_for_the_largest_size(monkeypatch):
     assert asked == [(REDUCE_SCATTER, name, 8192) for name in ("nccl", OWN)]
     job._prepare(StandIn(), sizes, (), talk)
     assert (REDUCE_SCATTER, SYMM_MEM, 8192) in asked
+
+
+def test_fp8():
+    """Measured with scales, under a name of its own, in narrow tiles; all-reduces have none."""
+    args = arguments.parse(["--gemm", "4096x7168", "--dtype", "fp8"])
+    sizes = job._sizes(args, 2)
+    assert {size.dtype for size in sizes} == {torch.float8_e4m3fn} and {size.key[0] for size in sizes} == {
+        f"{op}_fp8" for op in arguments.MATMUL_OPS
+    }
+    assert {size.problem.out_dtype for size in sizes} == {torch.bfloat16}
+    assert {tiling.columns for size in sizes for tiling in proposals.tilings(size.problem)} == {128}
+    for wrong in (["--dtype", "fp8"], ["--dtype", "fp16", "--gemm", "4096x7168"]):
+        with pytest.raises(SystemExit):
+            arguments.parse(wrong)

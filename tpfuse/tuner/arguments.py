@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, CANDIDATE
 from tpfuse.kernels.matmul_candidates import MATMULS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MATMUL_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 HIDDEN = (4096, 8192)
 ROWS = tuple(1 << n for n in range(14))  # 1 to 8192
 MATMUL_ROWS = tuple(1 << n for n in range(6, 15))  # 64 to 16384
@@ -87,7 +88,10 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         help=f"rows, of GEMMs those of all ranks (default: {_listed(ROWS)}; of GEMMs: {_listed(MATMUL_ROWS)})",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="bf16", help="of all-reduces; GEMMs are measured in bf16, the default"
+        "--dtype",
+        choices=dict.fromkeys((*DTYPES, *MATMUL_DTYPES)),
+        default="bf16",
+        help="of what is measured (default: bf16, by which fp16 GEMMs go too); fp8: GEMMs with scales of rows and columns",
     )
     parser.add_argument(
         "--ops",
@@ -107,8 +111,10 @@ def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error(f"--ops {matmuls[0]}: --gemm says for which sizes")
     if args.gemm and not matmuls:
         parser.error(f"--gemm: --ops names none of {', '.join(MATMULS)}")
-    if matmuls and args.dtype != "bf16":
-        parser.error(f"--dtype {args.dtype}: GEMMs are measured in bf16")
+    if matmuls and args.dtype not in MATMUL_DTYPES:
+        parser.error(f"--dtype {args.dtype}: GEMMs are measured in {_listed(MATMUL_DTYPES)}")
+    if len(matmuls) < len(args.ops) and args.dtype not in DTYPES:
+        parser.error(f"--dtype {args.dtype}: all-reduces are measured in {_listed(DTYPES)}")
 
 
 def hidden_size(folder: str) -> int:
@@ -166,5 +172,5 @@ def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 positive = _positive(int)
 
 
-def _listed(values: Sequence[Any]) -> str:
+def _listed(values: Iterable[Any]) -> str:
     return ",".join(map(str, values))

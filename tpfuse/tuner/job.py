@@ -137,9 +137,10 @@ def _measure(args: argparse.Namespace, made: Arena, group: dist.ProcessGroup, ta
 def _sizes(args: argparse.Namespace, world: int) -> list[Any]:
     plain = [op for op in args.ops if op in CANDIDATES]
     matmuls = [op for op in args.ops if op in MATMULS]
+    dtype = {**arguments.DTYPES, **arguments.MATMUL_DTYPES}[args.dtype]
     return [
-        *proposals.sizes(plain, args.hidden, args.rows, arguments.DTYPES[args.dtype]),
-        *proposals.matmul_sizes(matmuls, args.gemm, args.matmul_rows, world),
+        *proposals.sizes(plain, args.hidden, args.rows, dtype),
+        *proposals.matmul_sizes(matmuls, args.gemm, args.matmul_rows, world, dtype),
     ]
 
 

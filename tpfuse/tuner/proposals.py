@@ -29,11 +29,11 @@ REGISTERS = (None, 64)
 _WARP = 32
 #: Of our GEMM kernels: what is tried besides the columns of a tile, which go by the rows.
 TILINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    REDUCE_SCATTER: {"cluster": (1, 2), "lead": (None, 2), "pace": (0.5, 0.8)},
-    ALL_GATHER: {"cluster": (1, 2), "pace": (0.4, 0.7)},
-    MATMUL_ALL_REDUCE: {"cluster": (1, 2), "lead": (None, 2), "pace": (0.5, 0.8)},
+    REDUCE_SCATTER: {"across": (8, 16), "lead": (None, 1), "pace": (0.6, 0.95)},
+    ALL_GATHER: {"cluster": (1, 2), "across": (8, 16), "pace": (0.4, 0.7)},
+    MATMUL_ALL_REDUCE: {"across": (8, 16), "lead": (None, 1), "pace": (0.5, 0.95)},
 }
-ONLY_NARROW_ROWS, ONLY_WIDE_ROWS = 512, 8192  # up to so many rows only narrow tiles, from so many on only wide ones
+ONLY_NARROW_ROWS, ONLY_WIDE_ROWS = 256, 4096  # up to so many rows only narrow tiles, from so many on only wide ones
 MOST_SHARED_BYTES = 226 << 10  # of a block, its barriers aside
 MOST_STAGES = 8
 #: Operation -> its candidates by name.
@@ -90,7 +90,9 @@ class MatmulSize:
 
     @property
     def problem(self) -> MatmulProblem:
-        return MatmulProblem(self.op, self.rows, (self.columns,), self.inner, (self.dtype, self.dtype), self.share)
+        out_dtype = torch.bfloat16 if self.dtype.itemsize == 1 else None
+        dtypes = (self.dtype, self.dtype)
+        return MatmulProblem(self.op, self.rows, (self.columns,), self.inner, dtypes, self.share, out_dtype)
 
     @property
     def key(self) -> tuple[str, tuple[int, int], int]:
@@ -112,10 +114,14 @@ def sizes(ops: Sequence[str], hidden: Sequence[int], rows: Sequence[int], dtype:
 
 
 def matmul_sizes(
-    ops: Sequence[str], shapes: Sequence[tuple[int, int]], rows: Sequence[int], world: int
+    ops: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    rows: Sequence[int],
+    world: int,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[MatmulSize]:
     """As above, for each op and (N, K)."""
-    return [MatmulSize(op, count, *shape, world) for count in coarse_to_fine(rows) for op in ops for shape in shapes]
+    return [MatmulSize(op, n, *shape, world, dtype) for n in coarse_to_fine(rows) for op in ops for shape in shapes]
 
 
 def coarse_to_fine(values: Sequence[int]) -> Iterator[int]:
@@ -187,7 +193,7 @@ def _matmul_choices(arena: Any, problem: MatmulProblem) -> list[Choice]:
 def tilings(problem: MatmulProblem) -> list[Any]:
     """Of our kernel: each of ``TILINGS`` with tiles that suit so many rows, and as many stages as there is room for."""
     from tpfuse.kernels.cuda import all_gather_matmul, matmul_reduce_scatter
-    from tpfuse.kernels.cuda.gemm import Tiling
+    from tpfuse.kernels.cuda.gemm import FP8, Tiling
 
     def room(tiling: Tiling) -> int:
         if problem.op == ALL_GATHER:
@@ -196,7 +202,7 @@ def tilings(problem: MatmulProblem) -> list[Any]:
 
     tried = TILINGS.get(problem.op, {})
     found = []
-    for columns in _tile_columns(problem.rows):
+    for columns in _tile_columns(problem.rows) if problem.dtype != FP8 else (128,):
         for values in itertools.product(*tried.values()):
             laid = [
                 Tiling(columns=columns, stages=stages, **dict(zip(tried, values, strict=True)))

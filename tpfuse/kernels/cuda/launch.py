@@ -28,6 +28,7 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_uint8 * 128),)
 
 
+@functools.lru_cache(maxsize=4096)  # a model's calls come again with the same addresses
 def tensor_map(
     address: int,
     dtype: torch.dtype,
