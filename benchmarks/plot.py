@@ -1,4 +1,5 @@
-"""Plots of a results file: time over message size on log scales, one picture per operation, the limit drawn in.
+"""Plots of a results file: time over message size, of GEMMs over rows, on log scales, one picture per operation, the limit
+drawn in.
 
     python benchmarks/plot.py benchmarks/results/sweep_all_reduce_rms_norm.csv
 
@@ -48,12 +49,14 @@ def plot(path: str | pathlib.Path) -> list[pathlib.Path]:
 
 
 def _panel(row: dict[str, str]) -> str:
+    if "m" in row:
+        return f"N = {row['n']}, K = {row['k']} on a rank, {row['dtype']}"
     return f"{row['dtype']}" if row["op"] == "all_reduce" else f"hidden {row['hidden']}, {row['dtype']}"
 
 
 def _draw(axis: Any, panel: str, rows: list[dict[str, str]]) -> None:
     for candidate in dict.fromkeys(row["candidate"] for row in rows):
-        points = sorted((_bytes(row) / 1024, float(row["us"])) for row in rows if row["candidate"] == candidate)
+        points = sorted((_place(row), float(row["us"])) for row in rows if row["candidate"] == candidate)
         points = [(x, y) for x, y in points if y > 0]
         style = {"color": "black", "linestyle": "--"} if candidate == LIMIT else {"marker": ".", "linewidth": 1}
         if points:
@@ -61,14 +64,18 @@ def _draw(axis: Any, panel: str, rows: list[dict[str, str]]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_title(panel)
-    axis.set_xlabel("KiB summed on each rank")
-    axis.set_ylabel("us added to a GEMM")
+    gemm = "m" in rows[0]
+    axis.set_xlabel("rows" if gemm else "KiB summed on each rank")
+    axis.set_ylabel("us" if gemm else "us added to a GEMM")
     axis.grid(True, which="both", alpha=0.3)
     axis.legend(fontsize=7)
 
 
-def _bytes(row: dict[str, str]) -> int:
-    return int(row["rows"]) * int(row["hidden"]) * ITEM_BYTES[row["dtype"]]
+def _place(row: dict[str, str]) -> float:
+    """On the x axis."""
+    if "m" in row:
+        return float(row["m"])
+    return int(row["rows"]) * int(row["hidden"]) * ITEM_BYTES[row["dtype"]] / 1024
 
 
 def try_to_plot(path: str | pathlib.Path) -> str:

@@ -406,6 +406,7 @@ def target(monkeypatch, tmp_path):
     """target(...): where rank 0 would write; its story reaches everybody, as the store would take it there."""
     monkeypatch.setenv("TPFUSE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(job, "versions", lambda: {"torch": "now"})
+    monkeypatch.setattr(job.tables, "shipped", lambda machine: None)
     monkeypatch.setattr(job.agreement, "exchange", lambda group, subject, mine: [mine])
     group = types.SimpleNamespace(rank=lambda: 0)
     return lambda out=None, fresh=False: job._Target(out, fresh, MACHINE, group)
@@ -428,6 +429,16 @@ def test_an_earlier_table_is_extended(target, fresh):
     kept = {} if fresh else {16384: ((1, WIDE),)}
     assert table.ops[ALL_REDUCE_RMS_NORM] == {8192: ((1, RING),), **kept}
     assert (ALL_REDUCE in table.ops) is not fresh
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_the_first_table_extends_the_one_that_ships(target, monkeypatch, fresh):
+    """It is the only one that counts from then on."""
+    monkeypatch.setattr(job.tables, "shipped", lambda machine: Table(machine, {ALL_REDUCE: {1: ((1, RING),)}}, {}))
+    here = target(fresh=fresh)
+    assert here.probe() == here.save(CHOSEN) == ""
+    kept = {} if fresh else {ALL_REDUCE: {1: ((1, RING),)}}
+    assert tables.load(here.path, MACHINE).ops == {**CHOSEN, **kept}
 
 
 def test_an_unusable_table_is_written_anew_and_told(target, capsys):
@@ -464,7 +475,7 @@ def test_a_full_disk_is_told_on_every_rank(target, monkeypatch):
     monkeypatch.setattr(tables.os, "fsync", full)
     told = here.save(CHOSEN)
     assert told == f"cannot write the table to {here.path}: [Errno 28] No space left on device"
-    assert not here.path.exists() and "shipped" in tables.find(MACHINE)[1]
+    assert not here.path.exists() and tables.find(MACHINE)[0] is None
     monkeypatch.setattr(job.agreement, "exchange", lambda group, subject, mine: [{"failure": told}, mine])
     here.group = types.SimpleNamespace(rank=lambda: 1)
     assert here.save(CHOSEN) == told

@@ -207,7 +207,8 @@ class _Target:
         before = None
         if not self.fresh:
             try:
-                before = tables.load(self.path, self.machine)
+                # What is written is all that counts from then on: with the sizes that come with tpfuse.
+                before = tables.load(self.path, self.machine) or tables.shipped(self.machine)
             except ConfigError as error:
                 print(f"tpfuse tune: written anew: {error}", file=sys.stderr, flush=True)
         tables.save((before or Table(self.machine, {}, {})).replace(chosen, versions()), self.path)

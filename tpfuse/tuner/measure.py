@@ -5,6 +5,7 @@ bench_all_reduce.py and bench_matmul.py say what a call is, when it is right, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class Bench:
 
     calls = 1  # in a timed graph
     second_rounds = SECOND_ROUNDS
+    rests_s: tuple[float, ...] = (0.0,)  # of the device before each timed graph: it is timed with each
     beside: tuple[None, ...] = ()  # None: what the calls stand between is timed by itself, too
     replicated = True  # the results are to have the same bits on all ranks
 
@@ -105,11 +107,13 @@ class Bench:
         self.graphs[choice] = graph
 
     def time_us(self, choices: Sequence[Choice], rounds: int) -> dict[Choice, float]:
-        """Microseconds of one call of each; the same on all ranks."""
+        """Microseconds of one call of each, the geometric mean over the rests; the same on all ranks."""
         timed = {choice: self.graphs[choice] for choice in (*choices, *self.beside)}
-        net = self.net_us(timing.replayed_us(timed, rounds, self.device, self.group))
+        nets = [
+            self.net_us(timing.replayed_us(timed, rounds, self.device, self.group, idle_s=rest)) for rest in self.rests_s
+        ]
         self.arena.check()
-        return {choice: max(LEAST_US, net[choice]) for choice in choices}
+        return {c: math.prod(max(LEAST_US, net[c]) for net in nets) ** (1 / len(nets)) for c in choices}
 
 
 def measure(

@@ -29,9 +29,9 @@ REGISTERS = (None, 64)
 _WARP = 32
 #: Of our GEMM kernels: what is tried besides the columns of a tile, which go by the rows.
 TILINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    REDUCE_SCATTER: {"across": (8, 16), "lead": (None, 1), "pace": (0.6, 0.95)},
+    REDUCE_SCATTER: {"cluster": (1, 2), "across": (8, 16), "lead": (None, 1), "pace": (0.6, 0.95)},
     ALL_GATHER: {"cluster": (1, 2), "across": (8, 16), "pace": (0.4, 0.7)},
-    MATMUL_ALL_REDUCE: {"across": (8, 16), "lead": (None, 1), "pace": (0.5, 0.95)},
+    MATMUL_ALL_REDUCE: {"cluster": (1, 2), "across": (8, 16), "lead": (None, 1), "pace": (0.5, 0.95)},
 }
 ONLY_NARROW_ROWS, ONLY_WIDE_ROWS = 256, 4096  # up to so many rows only narrow tiles, from so many on only wide ones
 MOST_SHARED_BYTES = 226 << 10  # of a block, its barriers aside
