@@ -14,6 +14,8 @@ Ladder, us of a call in CUDA graphs that take turns, back to back or (``--idle``
     dispatch           what tpfuse chooses
     limit              the longest of the fastest product alone and the wire at 380 GB/s
 
+``--profile`` says for what dispatch's kernel, if it is ours, waits: us of a multiprocessor, the mean over all of this rank's.
+
 score = (nccl - t) / (nccl - limit); at the end the same over all sizes of an operation with at least 512 rows and a gap of
 at least 5 %, each size counted with at most what there was to win.
 """
@@ -31,6 +33,7 @@ import torch.distributed._symmetric_memory  # registers its operations
 from timing import LIMIT, RESULTS, WIRE_BYTES_PER_US, Budget, Ranks, capture, commit, launch, write_rows
 
 from tpfuse import ops
+from tpfuse.comm import arena, workspace
 from tpfuse.ops.matmul import product
 from tpfuse.tuner.timing import replayed_us
 
@@ -147,6 +150,31 @@ def one_size(
     return {**found, LIMIT: max(found["gemm"], wire_us(op, m, n, k, ranks.size, operands.whole.element_size()))}
 
 
+#: What a kernel writes down: hopper.cuh.
+WAITS = ("all", "operands", "place", "stage", "rows", "partial", "result", "pushing")
+
+
+def profile(ranks: Ranks, op: str, sizes: tuple[int, int, int], fp8: bool, us: float) -> str:
+    """One call, compiled to count; its clocks are told as parts of ``us``."""
+    space = workspace.of(arena.of(ranks.group_name))
+    if isinstance(space, str):
+        return space
+    body = bodies(ranks, op, Operands(ranks, *sizes, fp8))[DISPATCH]
+    space.profile = torch.zeros(space.arena.multiprocessors, len(WAITS), dtype=torch.int64, device=ranks.device)
+    try:
+        for turn in range(3):  # the first one compiles
+            space.profile.zero_()
+            body(turn)
+        torch.cuda.synchronize()
+        busy = space.profile[space.profile[:, 0] > 0].double()
+    finally:
+        space.profile = None
+    if not busy.numel():
+        return "not our kernel"
+    parts = (busy.mean(0) * us / busy[:, 0].max()).tolist()
+    return ", ".join(f"{name} {part:.1f}" for name, part in zip(WAITS, parts, strict=True))
+
+
 def score(times: dict[str, float], name: str) -> float:
     return (times["nccl"] - times[name]) / (times["nccl"] - times[LIMIT])
 
@@ -159,6 +187,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--fp8", action="store_true", help="e4m3 operands, scales per row and column")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--profile", action="store_true", help="say what our kernel waits for")
     parser.add_argument("--idle", action="store_true", help="let the GPUs rest before each graph")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop before a size once so many are spent")
     parser.add_argument("--out", default=RESULTS / "gemm_overlap.csv")
@@ -184,6 +213,8 @@ def main() -> None:
             scores = " ".join(f"{name} {score(times, name):.2f}" for name in args.candidates if name in times)
             figures = " ".join(f"{name} {us:.1f}" for name, us in times.items())
             ranks.say(f"{model} {layer} {op} M={m} N={n} K={k}: {figures}; score {scores} [{budget.elapsed()}]")
+            if args.profile and DISPATCH in times:
+                ranks.say(f"  waits: {profile(ranks, op, (m, n, k), args.fp8, times[DISPATCH])}")
             rows += [(op, m, n, k, *common, name, f"{us:.2f}", commit()) for name, us in times.items()]
             if ranks.rank == 0:
                 write_rows(args.out, FIELDS, rows)

@@ -34,6 +34,7 @@ class Workspace:
     base   address of this rank's block
     peers  of those of rank + 1, rank + 2, ...
     bytes  of the data
+    profile  int64 [multiprocessors, 8]: where the next calls write how long they waited (see hopper.cuh), None: nowhere
     """
 
     def __init__(self, arena: Arena, size: int) -> None:
@@ -42,6 +43,7 @@ class Workspace:
         self._symmetric = SymmetricMemory(arena.device, DATA_OFFSET + size)
         self.kernels: dict[tuple, int] = {}  # that all ranks have built
         self.bytes = size
+        self.profile: torch.Tensor | None = None
 
     def connect(self, name: str) -> None:
         """The collective part."""

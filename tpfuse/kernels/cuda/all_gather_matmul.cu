@@ -33,6 +33,7 @@ struct Params {
   int first, count;          // of each rank's rows, those of this launch
   int rank, across, pause;   // pause: clocks between pieces
   int stride, scale_stride, tag;
+  long long* profile;
 };
 
 // Units (the tiles of a cluster) of one rank's rows over all matrices, and where one of them lies.
@@ -126,6 +127,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     if (warp == 0 && lane == 0) {
       bool dead = load_flag(&p.control->abort);
+      long long for_rows = 0;
       for (int n = first_unit; n < total; n += at_once) {
         Unit t = unit_at(p, n, down, per_rank);
         const TensorMap* b = &p.b[0];
@@ -139,11 +141,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
         int peer = (p.rank + 1 + t.source) % WORLD;
         int block = row_of(t.at) / BM;
         const int* count = p.counts + t.source * p.stride + block;
-        dead = dead || !wait_for(count, pieces_of(p, block), p.control, p.tag + (peer << 8));
+        WAITING(for_rows, dead = dead || !wait_for(count, pieces_of(p, block), p.control, p.tag + (peer << 8)));
         if (dead) *(volatile int*)&poisoned = 1;
         proxy_fence();
         stages.load(&p.gathered, b, row_of(t.at), t.at.column * BN, steps, t.source);
       }
+      WRITE_DOWN(p.profile, STAGE, stages.waited);
+      WRITE_DOWN(p.profile, ROWS, for_rows);
     } else if (warp == 1 && lane == 0) {
       bool dead = load_flag(&p.control->abort);
       if (blockIdx.x == 0 && !dead)
@@ -199,6 +203,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
     int thread = threadIdx.x & 127, first_row = (group - 1) * 64 + thread / 32 * 16;
     uint32_t strip = strips + (warp - 4) * STRIP_BYTES;
     float c[BN / 2];
+    long long begun = clock64();
     for (int n = first_unit; n < total; n += at_once) {
       Unit t = unit_at(p, n, down, per_rank);
       multiply_tile(c, stages, steps, group - 1, thread);
@@ -226,6 +231,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
       int owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
       out += (size_t)(owner * p.share + p.first + row) * columns + column;
       store_rows(c, strip, out, p.count - row, columns - column, columns, lane);
+    }
+    if (threadIdx.x == 128) {
+      WRITE_DOWN(p.profile, ALL, clock64() - begun);
+      WRITE_DOWN(p.profile, OPERANDS, stages.waited);
     }
   }
   cluster_sync();  // no CTA leaves while another may still signal it

@@ -25,6 +25,7 @@ from tpfuse.kernels.cuda.gemm import (
     kernel_of,
     operand,
     parts,
+    profiling,
     right_operands,
 )
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
@@ -69,6 +70,7 @@ def all_gather_matmul(
     whole = input.new_empty((arena.world, share, inner)) if gathered else None
     most, shared_bytes = most_rows(workspace, inner, input.dtype), room(cut)
     macros = options(arena.world, len(weights), input.dtype, dtype, cut, b_rows)
+    macros += profiling(workspace)
     kernel = kernel_of(workspace, FILES, macros, shared_bytes)
     stream = arena.enter()
     for first, count in parts(share, most):
@@ -123,6 +125,7 @@ def _fill(
     # What is sent should have gone by the time that the last rank's rows are begun.
     fields.pause = int(cut.pace * cut.clocks(inner, dtype) * tiles * peers / arena.world / max(1, pieces))
     fields.stride, fields.tag = COUNTS // peers, _TAG
+    fields.profile = 0 if workspace.profile is None else workspace.profile.data_ptr()
     # Behind the rows; no two sources' in one line of a cache.
     scales = DATA_OFFSET + -(-peers * count * inner * item // _SCALES_ALIGNMENT) * _SCALES_ALIGNMENT
     fields.a_scale, fields.scales = Scale.of(factors[0] if factors else None, by_row), workspace.base + scales
@@ -143,7 +146,8 @@ def parameters(world: int, matrices: int) -> type[ctypes.Structure]:
     addresses += [("a_scale", Scale), ("b_scale", Scale * matrices), ("scales", address), ("peer_scales", address * peers)]
     numbers: list[tuple[str, Any]] = [("columns", number * matrices)]
     names = ("inner", "share", "first", "count", "rank", "across", "pause", "stride", "scale_stride", "tag")
-    return type("Params", (ctypes.Structure,), {"_fields_": (*maps, *addresses, *numbers, *((n, number) for n in names))})
+    fields = (*maps, *addresses, *numbers, *((name, number) for name in names), ("profile", address))
+    return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
 def room(cut: Tiling) -> int:

@@ -37,9 +37,10 @@ struct Stages {
   uint32_t data, full, empty;  // addresses in shared memory: of the first stage, of its barriers
   int stage;
   uint32_t parity;
+  long long waited;
 
   INLINE Stages(uint32_t data, uint32_t barriers)
-      : data(data), full(barriers), empty(barriers + 8 * STAGES), stage(0), parity(0) {}
+      : data(data), full(barriers), empty(barriers + 8 * STAGES), stage(0), parity(0), waited(0) {}
 
   INLINE void init() {
     for (int i = 0; i < STAGES; i++) {
@@ -62,7 +63,7 @@ struct Stages {
     for (int k = 0; k < steps; k++, next()) {
       uint32_t to = data + stage * STAGE_BYTES, to_b = to + A_BYTES + cluster_place() * PART * BK_BYTES;
       uint32_t barrier = full + 8 * stage;
-      barrier_wait(empty + 8 * stage, parity ^ 1);
+      WAITING(waited, barrier_wait(empty + 8 * stage, parity ^ 1));
       barrier_expect(barrier, STAGE_BYTES);
       if (plane < 0)
         tma_load(to, a, barrier, k * BK, row);
@@ -150,7 +151,7 @@ INLINE void multiply_tile(float* c, Stages& stages, int steps, int group, int th
   for (int k = 0; k < steps; k++, stages.next()) {
     uint32_t a = stages.data + stages.stage * STAGE_BYTES + group * 64 * BK_BYTES;
     uint32_t b = stages.data + stages.stage * STAGE_BYTES + A_BYTES, empty = stages.empty + 8 * stages.stage;
-    barrier_wait(stages.full + 8 * stages.stage, stages.parity);
+    WAITING(stages.waited, barrier_wait(stages.full + 8 * stages.stage, stages.parity));
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #if FP8
     // The tensor cores keep 14 bits of a sum of such products: every step's is added to another, in fp32.

@@ -103,6 +103,11 @@ def by_rows(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if lies_by_rows(matrix) else matrix.clone(memory_format=torch.contiguous_format)
 
 
+def profiling(workspace: Workspace) -> tuple[tuple[str, int], ...]:
+    """The macro with which kernels write down what they wait for, where that is wanted."""
+    return () if workspace.profile is None else (("PROFILE", 1),)
+
+
 def parts(share: int, most: int) -> list[tuple[int, int]]:
     """(first row, rows) of launches of at most ``most`` rows of each rank: as few as can be, about the same for all."""
     count = -(-share // most)

@@ -20,6 +20,23 @@ struct Control {
   int* record;
 };
 
+// With PROFILE, what a thread waits for is counted in clocks, and written down at the end: profile is [CTAs, 8].
+#ifdef PROFILE
+#define WAITING(clocks, ...) \
+  do { \
+    long long begun_at = clock64(); \
+    __VA_ARGS__; \
+    clocks += clock64() - begun_at; \
+  } while (0)
+#define WRITE_DOWN(profile, what, clocks) profile[8 * blockIdx.x + what] = clocks
+#else
+#define WAITING(clocks, ...) __VA_ARGS__
+#define WRITE_DOWN(profile, what, clocks)
+#endif
+// By the first multiplier: all, for operands, for a tile's place or the partial sum in it. By the loader: for a stage that is
+// free, for a peer's rows. By the mover: for a peer's partial sum, for a tile's sum, while pushing.
+enum { ALL, OPERANDS, PLACE, STAGE, ROWS, PARTIAL, RESULT, PUSHING };
+
 // -- shared memory -----------------------------------------------------------------------------------------------------
 
 INLINE uint32_t shared_address(const void* pointer) { return (uint32_t)__cvta_generic_to_shared(pointer); }

@@ -33,7 +33,8 @@ struct Params {
   int rows, columns, inner, share;  // M, N, K, S
   int first, count;                 // of each rank's rows, those of this launch
   int rank, lead, across, pause;    // lead: tiles of peers before own ones are mixed in; pause: clocks between pieces
-  int stride, results_ahead, tag;  // results_ahead: from flags to result_flags
+  int stride, results_ahead, tag;  // results_ahead: from flags of partial sums to those of results
+  long long* profile;
 };
 
 // The n-th unit of work in the order of computing, a unit being the tiles of a cluster: `lead` of the peers', then one of ours
@@ -146,9 +147,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
         int owner = t.own ? p.rank : (p.rank + 1 + t.peer) % WORLD;
         stages.load(&p.a, &p.b, owner * p.share + p.first + row_of(at), at.column * BN, steps);
       }
+      WRITE_DOWN(p.profile, STAGE, stages.waited);
     } else if (warp == 1 && lane == 0) {
       bool dead = load_flag(&p.control->abort);
       uint32_t begun = 0;  // bit i: by peer i
+      long long for_partials = 0, for_results = 0, pushing = 0;
       uint32_t filled_parity = 0, added_parity = 0;
       // Of rank + 1 + i, this rank is source WORLD - 2 - i.
       for (int i = 0; i < PEERS && blockIdx.x == 0 && !dead; i++) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
@@ -164,7 +167,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
               added_parity ^= 1;
             }
             int peer = (p.rank + 1 + i) % WORLD;
-            dead = dead || !wait_for(p.flags + i * p.stride + number, epoch, p.control, p.tag + (peer << 8));
+            WAITING(for_partials, dead = dead || !wait_for(p.flags + i * p.stride + number, epoch, p.control, p.tag + (peer << 8)));
             if (dead) {
               *(volatile int*)&poisoned = 1;
               barrier_arrive(arrived);
@@ -178,7 +181,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
         } else {
           barrier_arrive(free);
         }
-        barrier_wait(filled, filled_parity);
+        WAITING(for_results, barrier_wait(filled, filled_parity));
         filled_parity ^= 1;
         if (t.own) {
           for (int j = 0; j < BOXES; j++)
@@ -195,12 +198,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
           begun |= 1u << i;
           int* flag = p.peer_flags[i] + source * p.stride + number;
           if (t.own)
-            push(p, &p.given[i], flag + p.results_ahead, tile, at, source, pause / PEERS, epoch);
+            WAITING(pushing, push(p, &p.given[i], flag + p.results_ahead, tile, at, source, pause / PEERS, epoch));
           else
-            push(p, &p.sent[i], flag, tile, at, source, pause, epoch);
+            WAITING(pushing, push(p, &p.sent[i], flag, tile, at, source, pause, epoch));
         }
       }
       tma_wait_written<0>();
+      WRITE_DOWN(p.profile, PARTIAL, for_partials);
+      WRITE_DOWN(p.profile, RESULT, for_results);
+      WRITE_DOWN(p.profile, PUSHING, pushing);
       // All have read the epoch before the last one ends, and changes it.
       if (atomicAdd(p.epoch + 1, 1) == gridDim.x - 1) {
         *(volatile int*)(p.epoch + 1) = 0;
@@ -213,6 +219,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
     int thread = threadIdx.x & 127, first_row = (group - 1) * 64 + thread / 32 * 16;
     uint32_t free_parity = 0, arrived_parity = 0;
+    long long for_place = 0, begun = clock64();
     float c[BN / 2];
     for (int n = first_unit; n < total; n += at_once) {
       Unit t = unit_at(n, units, p.lead);
@@ -225,7 +232,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
 #endif
       if (t.own) {
         for (int i = 0; i < PEERS; i++) {
-          barrier_wait(arrived, arrived_parity);
+          WAITING(for_place, barrier_wait(arrived, arrived_parity));
           arrived_parity ^= 1;
 #pragma unroll
           for (int j = 0; j < BN / 16; j++) {
@@ -248,7 +255,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
           for (int i = 0; i < BN / 2; i++) c[i] = NOT_A_NUMBER;
         }
       } else {
-        barrier_wait(free, free_parity);
+        WAITING(for_place, barrier_wait(free, free_parity));
         free_parity ^= 1;
       }
 #pragma unroll
@@ -260,6 +267,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
       if (thread == 0) barrier_arrive(filled);
+    }
+    if (threadIdx.x == 128) {
+      WRITE_DOWN(p.profile, ALL, clock64() - begun);
+      WRITE_DOWN(p.profile, OPERANDS, stages.waited);
+      WRITE_DOWN(p.profile, PLACE, for_place);
     }
   }
   cluster_sync();  // no CTA leaves while another may still signal it

@@ -25,6 +25,7 @@ from tpfuse.kernels.cuda.gemm import (
     kernel_of,
     operand,
     parts,
+    profiling,
     right_operands,
 )
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
@@ -69,6 +70,7 @@ def matmul_reduce_scatter(
     most = most_rows(workspace, columns, dtype, cut, all_rows)
     shared_bytes = room(cut, all_rows)
     macros = options(arena.world, input.dtype, dtype, cut, b_rows, all_rows)
+    macros += profiling(workspace)
     kernel = kernel_of(workspace, FILES, macros, shared_bytes)
     stream = arena.enter()
     for first, count in parts(share, most):
@@ -119,6 +121,7 @@ def _fill(
     fields.pause = int(cut.pace * cut.clocks(inner, a.dtype) / (TILE_ROWS // _PIECE_ROWS * cut.columns // BOX))
     fields.stride, fields.results_ahead = FLAGS // peers, FLAGS
     fields.tag = _TAG_ALL_ROWS if all_rows else _TAG
+    fields.profile = 0 if workspace.profile is None else workspace.profile.data_ptr()
 
 
 @functools.cache
@@ -132,7 +135,8 @@ def parameters(world: int) -> type[ctypes.Structure]:
     addresses += [(name, Scale) for name in ("a_scale", "b_scale")]
     sizes = ("rows", "columns", "inner", "share", "first", "count", "rank", "lead", "across", "pause")
     names = (*sizes, "stride", "results_ahead", "tag")
-    return type("Params", (ctypes.Structure,), {"_fields_": (*maps, *addresses, *((name, number) for name in names))})
+    fields = (*maps, *addresses, *((name, number) for name in names), ("profile", address))
+    return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
 def room(cut: Tiling, all_rows: bool) -> int:
