@@ -14,7 +14,7 @@ Ladder, us of a call in CUDA graphs that take turns, back to back or (``--idle``
     dispatch           what tpfuse chooses
     limit              the longest of the fastest product alone and the wire at 380 GB/s
 
-``--profile`` says for what dispatch's kernel, if it is ours, waits: us of a multiprocessor, the mean over all of this rank's.
+``--profile`` says for what dispatch's kernel, if it is ours, waits: us of a multiprocessor, the mean over this rank's.
 
 score = (nccl - t) / (nccl - limit); at the end the same over all sizes of an operation with at least 512 rows and a gap of
 at least 5 %, each size counted with at most what there was to win.

@@ -29,7 +29,7 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_they_compile(world):
-    every = [(BF16, SMALL, False), (FP16, LARGE, False), (BF16, LARGE, True), (FP8, SMALL, False)]
+    every = [(BF16, SMALL, False), (FP16, LARGE, False), (BF16, LARGE, True), (FP8, SMALL, False), (FP8, LARGE, False)]
     for dtype, cut, rows in every if world == 2 else [(BF16, LARGE, False)]:
         matrices = 1 if world == 2 else world - 1 if world < 8 else gather.MOST_MATRICES
         kinds = (dtype, BF16 if dtype == FP8 else dtype, cut, rows)

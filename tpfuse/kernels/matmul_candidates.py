@@ -126,8 +126,6 @@ def _own_cannot(arena: Arena, problem: MatmulProblem, choice: Choice) -> str:
         cut = _cut(choice)
     except TypeError:
         return f"this version has no tiling {choice}"
-    if cut is not None and cut.columns > 128 and problem.dtype == gemm.FP8:
-        return "tiles of FP8 are 128 columns wide"
     space = arena.workspace
     if space is None or isinstance(space, str):
         return space or NOT_PREPARED

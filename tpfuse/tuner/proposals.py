@@ -193,7 +193,7 @@ def _matmul_choices(arena: Any, problem: MatmulProblem) -> list[Choice]:
 def tilings(problem: MatmulProblem) -> list[Any]:
     """Of our kernel: each of ``TILINGS`` with tiles that suit so many rows, and as many stages as there is room for."""
     from tpfuse.kernels.cuda import all_gather_matmul, matmul_reduce_scatter
-    from tpfuse.kernels.cuda.gemm import FP8, Tiling
+    from tpfuse.kernels.cuda.gemm import Tiling
 
     def room(tiling: Tiling) -> int:
         if problem.op == ALL_GATHER:
@@ -202,7 +202,7 @@ def tilings(problem: MatmulProblem) -> list[Any]:
 
     tried = TILINGS.get(problem.op, {})
     found = []
-    for columns in _tile_columns(problem.rows) if problem.dtype != FP8 else (128,):
+    for columns in _tile_columns(problem.rows):
         for values in itertools.product(*tried.values()):
             laid = [
                 Tiling(columns=columns, stages=stages, **dict(zip(tried, values, strict=True)))

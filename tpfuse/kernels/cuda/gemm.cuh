@@ -120,9 +120,10 @@ INLINE uint64_t matrix_b(uint32_t address, int k) {
   "%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117," \
   "%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// c = a @ b (add 0) or c += a @ b (add 1), over 32 bytes of K.
+// c = a @ b (add 0) or c += a @ b (add 1), over 32 bytes of K, and ACROSS columns.
+constexpr int ACROSS = FP8 ? 128 : BN;
 INLINE void multiply(float* c, uint64_t a, uint64_t b, int add) {
-#if BN == 256
+#if BN == 256 && !FP8
   asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256" WGMMA_KIND
                " {" TEXT_64_A "," TEXT_64_B "}, %128, %129, " WGMMA_LAST
                : C64(0), C64(64)
@@ -141,7 +142,7 @@ INLINE void wait_for_products(float* c) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
   if (LEFT == 0) {
 #pragma unroll
-    for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(c[i])::"memory");
+    for (int i = 0; i < ACROSS / 2; i++) asm volatile("" : "+f"(c[i])::"memory");
   }
 }
 
@@ -155,14 +156,23 @@ INLINE void multiply_tile(float* c, Stages& stages, int steps, int group, int th
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #if FP8
     // The tensor cores keep 14 bits of a sum of such products: every step's is added to another, in fp32.
-    float part[BN / 2];
+    // While one warp group adds, the other's products are formed.
 #pragma unroll
-    for (int i = 0; i < BK_BYTES / 32; i++) multiply(part, matrix(a + 32 * i), matrix_b(b, i), i);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    wait_for_products<0>(part);
-    Stages::release(empty, thread);
+    for (int half = 0; half < BN / ACROSS; half++) {
+      float part[ACROSS / 2];
 #pragma unroll
-    for (int i = 0; i < BN / 2; i++) c[i] = k ? c[i] + part[i] : part[i];
+      for (int i = 0; i < BK_BYTES / 32; i++)
+        multiply(part, matrix(a + 32 * i), matrix_b(b + half * ACROSS * BK_BYTES, i), i);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      wait_for_products<0>(part);
+      if (half == BN / ACROSS - 1) Stages::release(empty, thread);
+#pragma unroll
+      for (int i = 0; i < ACROSS / 2; i++) {
+        float& sum = c[half * ACROSS / 2 + i];
+        sum = k ? sum + part[i] : part[i];
+      }
+      if (half < BN / ACROSS - 1) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    }
 #else
 #pragma unroll
     for (int i = 0; i < BK_BYTES / 32; i++) multiply(c, matrix(a + 32 * i), matrix_b(b, i), (k | i) != 0);
