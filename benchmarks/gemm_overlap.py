@@ -12,7 +12,7 @@ Ladder, us of a call in CUDA graphs that take turns, back to back or (``--idle``
     tpfuse             ours, cut by its own rule
     tpfuse_all_reduce  the product, then the fastest plain all-reduce
     dispatch           what tpfuse chooses
-    limit              the longest of the fastest product alone and the wire at 380 GB/s
+    limit              the longer of cuBLAS alone and the wire at 380 GB/s, a model that ours can pass
 
 ``--profile`` says for what dispatch's kernel, if it is ours, waits: us of a multiprocessor, the mean over this rank's.
 
@@ -91,7 +91,7 @@ class Operands:
         return self.weights[turn % len(self.weights)]
 
     def product(self, turn: int) -> torch.Tensor:
-        return product(self.whole, self.weight(turn), *self.whole_options.values())
+        return product(self.whole, self.weight(turn), **self.whole_options)
 
 
 def bodies(ranks: Ranks, op: str, operands: Operands) -> dict[str, Callable[[int], Any]]:

@@ -21,6 +21,10 @@ class BuildError(TpfuseError, RuntimeError):
     """A kernel could not be compiled or loaded."""
 
 
+class LaunchError(TpfuseError, RuntimeError):
+    """The driver refuses a kernel of ours, or an operand, on this rank."""
+
+
 class StrictError(TpfuseError, RuntimeError):
     """Strict mode: a fusion that was asked for found no place in the model."""
 

@@ -35,6 +35,8 @@ class Space(types.SimpleNamespace):
 def _spaces(arenas):
     memory = torch.zeros(len(arenas), (DATA_OFFSET + BYTES) // 4, dtype=torch.int32, device="cuda")
     bases = [part.data_ptr() for part in memory]
+    for arena in arenas:
+        arena.aborted = torch.zeros((), dtype=torch.bool, device="cuda")
     return [
         Space(
             arena=arena, bytes=BYTES, profile=None, memory=part, base=bases[arena.rank],

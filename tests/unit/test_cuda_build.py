@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
+import re
 
 import pytest
 import torch
 
-from tpfuse.errors import BuildError
+from tpfuse.errors import BuildError, ConfigError
 from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.cuda import all_gather_matmul as gather
 from tpfuse.kernels.cuda import build, gemm
@@ -78,6 +80,14 @@ def test_a_folder_that_cannot_be_written(cache):
     assert code[:4] == b"\x7fELF"
 
 
+def test_without_a_home_folder(monkeypatch):
+    def homeless():
+        raise ConfigError("no home")
+
+    monkeypatch.setattr(build.tables, "cache_folder", homeless)
+    assert build.compiled(scatter.FILES, OPTIONS, "sm_90a")[1][:4] == b"\x7fELF"
+
+
 def test_what_does_not_compile_is_told():
     with pytest.raises(BuildError, match="NVRTC: matmul_reduce_scatter"):
         build.compiled(scatter.FILES, (("WORLD", 2),), "sm_90a")
@@ -99,6 +109,22 @@ def test_structures_as_the_kernels_have_them():
             assert kind.tag.offset == kind.columns.offset + 4 * (matrices + 9)
 
 
+def test_sizes_as_the_kernels_have_them():
+    """What stands in Python and in CUDA."""
+    folder, shared = pathlib.Path(build.__file__).parent, ""
+    for file in gather.FILES[:2]:
+        shared += (folder / file).read_text()
+    for own in (scatter, gather):
+        text = shared + (folder / own.FILES[-1]).read_text()
+        size = lambda name, text=text: int(re.search(rf"\b{name} = (\d+)", text)[1])  # noqa: E731
+        assert (size("BM"), size("BK_BYTES"), size("PIECE_ROWS")) == (gemm.TILE_ROWS, gemm.STEP_BYTES, own._PIECE_ROWS)
+        assert f"__launch_bounds__({gemm.THREADS}, 1)" in text
+        if own is scatter:
+            assert size("COPY_ROWS") == own._COPY_ROWS
+        else:
+            assert "STRIP_BYTES = 16 * 128;" in text and own._STRIPS_BYTES == 8 * 16 * 128
+
+
 def test_operands_are_copied_where_they_have_to_be():
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
     assert gemm.by_rows(x) is x and gemm.by_rows(x[:, :32]).data_ptr() == x.data_ptr()
@@ -117,6 +143,23 @@ def test_operands_are_copied_where_they_have_to_be():
         assert [tuple(b.shape) for b in operands] == [tuple((w if rows else w.t()).shape) for w in weights]
     assert aligned(None) is None and aligned(x[0]).data_ptr() == x.data_ptr()
     assert aligned(x[0, 1:9]).data_ptr() % 16 == 0
+
+
+def test_rows_of_a_dead_arena_are_not_numbers():
+    for dtype in (BF16, FP16, FP8):
+        rows = torch.ones(3, 16).to(dtype)
+        assert gather._unless(torch.tensor(True), rows).float().isnan().all()
+        alive = gather._unless(torch.tensor(False), rows)
+        assert alive.dtype == dtype and torch.equal(alive.float(), rows.float())
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"columns": 64}, {"columns": None}, {"cluster": 4}, {"stages": 0}, {"across": 1.5}, {"lead": -1}, {"pace": "slow"}],
+)
+def test_there_is_no_such_tiling(odd):
+    with pytest.raises(TypeError, match="no such tiling"):
+        Tiling(**odd)
 
 
 def test_what_the_kernel_cannot():

@@ -18,12 +18,12 @@ from tpfuse.kernels.cuda import matmul_reduce_scatter as own_reduce_scatter
 from tpfuse.kernels.cuda.gemm import Tiling
 from tpfuse.kernels.dispatch import Dispatcher
 from tpfuse.kernels.matmul_candidates import (
-    ALL_GATHER,
-    ALL_REDUCE,
+    ALL_GATHER_MATMUL,
     COMPOSED,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
     MATMULS,
     OWN,
-    REDUCE_SCATTER,
     SYMM_MEM,
     MatmulProblem,
 )
@@ -57,12 +57,12 @@ def room(monkeypatch):
     return found
 
 
-def problem(op=REDUCE_SCATTER, rows=1024, widths=(N,), inner=K, dtype=BF16, **facts):
-    share = rows if op == ALL_REDUCE else -(-rows // 2)
+def problem(op=MATMUL_REDUCE_SCATTER, rows=1024, widths=(N,), inner=K, dtype=BF16, **facts):
+    share = rows if op == MATMUL_ALL_REDUCE else -(-rows // 2)
     return MatmulProblem(op, rows, widths, inner, (dtype,) * (1 + len(widths)), **{"share": share, **facts})
 
 
-def by_table(*entries, op=REDUCE_SCATTER, size=(N, K), **arena):
+def by_table(*entries, op=MATMUL_REDUCE_SCATTER, size=(N, K), **arena):
     return Dispatcher(StandIn(**arena), Table(Machine("GPU", "nvlink", 2), {op: {size: entries}}, {}), "here")
 
 
@@ -74,7 +74,7 @@ def chosen(dispatcher, asked, kernel=None):
 
 def plain(op):
     """What is chosen where nothing else can be."""
-    return PRODUCT if op == ALL_REDUCE else NCCL
+    return PRODUCT if op == MATMUL_ALL_REDUCE else NCCL
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
@@ -88,9 +88,9 @@ def test_by_rows_with_its_tiling():
 
 
 def test_several_weights_count_together():
-    dispatcher = by_table((1, TILED), op=ALL_GATHER, size=(4 * N, K))
-    assert chosen(dispatcher, problem(ALL_GATHER, widths=(N // 2, N // 2))) == TILED
-    assert chosen(dispatcher, problem(ALL_GATHER, widths=(N // 2,))) == NCCL  # less than a quarter
+    dispatcher = by_table((1, TILED), op=ALL_GATHER_MATMUL, size=(4 * N, K))
+    assert chosen(dispatcher, problem(ALL_GATHER_MATMUL, widths=(N // 2, N // 2))) == TILED
+    assert chosen(dispatcher, problem(ALL_GATHER_MATMUL, widths=(N // 2,))) == NCCL  # less than a quarter
 
 
 @pytest.mark.parametrize("op", MATMULS)
@@ -125,7 +125,7 @@ def test_fp8_has_a_table_of_its_own(op):
 
 
 @pytest.mark.parametrize(
-    "gone", [Choice("fastest_of_all"), Choice("tpfuse_ring"), Choice(""), Choice(OWN, magic=3), Choice(OWN, warps=8)]
+    "gone", [Choice("fastest_of_all"), Choice("tpfuse_ring"), Choice(""), Choice(OWN, magic=3), Choice(OWN, columns=64)]
 )
 def test_a_table_may_name_what_is_no_more(gone):
     assert chosen(by_table((1, gone)), problem()) == NCCL
@@ -137,25 +137,25 @@ REFUSALS = [
     (OWN, problem(dtype=FP8, out_dtype=BF16)._replace(dtypes=(FP8, E5M2)), f"dtype {FP8}, {E5M2} -> {BF16}"),
     (
         OWN,
-        problem(ALL_GATHER, widths=(N // 2,) * 2, out_dtype=BF16)._replace(dtypes=(FP8, FP8, E5M2)),
+        problem(ALL_GATHER_MATMUL, widths=(N // 2,) * 2, out_dtype=BF16)._replace(dtypes=(FP8, FP8, E5M2)),
         f"dtype {FP8}, {FP8}, {E5M2} -> {BF16}",
     ),
     (OWN, problem(dtype=FP8), f"dtype {FP8}, {FP8}"),
     (OWN, problem()._replace(dtypes=(BF16, torch.float16)), f"dtype {BF16}, torch.float16"),
     (OWN, problem(dtype=FP8, out_dtype=BF16, inner=K + 8), f"K = {K + 8} must be a multiple of 16, N = {N} of 8"),
     (OWN, problem(wire_dtype=torch.float32), "partial sums in torch.float32"),
-    (OWN, problem(ALL_GATHER, widths=(128,) * 5), "more than 4 weights"),
+    (OWN, problem(ALL_GATHER_MATMUL, widths=(128,) * 5), "more than 4 weights"),
     (OWN, problem(dtype=torch.float32), "dtype torch.float32, torch.float32"),
-    (OWN, problem(ALL_GATHER, widths=(N, N), dtype=torch.float32), f"dtype {', '.join(['torch.float32'] * 3)}"),
+    (OWN, problem(ALL_GATHER_MATMUL, widths=(N, N), dtype=torch.float32), f"dtype {', '.join(['torch.float32'] * 3)}"),
     (OWN, problem(widths=(N + 4,)), f"K = {K} must be a multiple of 8, N = {N + 4} of 8"),
-    (OWN, problem(ALL_GATHER, widths=(N, N + 4)), f"K = {K} must be a multiple of 8, N = {N + 4} of 8"),
-    (OWN, problem(ALL_REDUCE, dtype=torch.float32), "dtype torch.float32, torch.float32"),
-    (OWN, problem(ALL_REDUCE, wire_dtype=torch.float32), "partial sums in torch.float32"),
-    (OWN, problem(ALL_REDUCE, inner=K + 4), f"K = {K + 4} must be a multiple of 8, N = {N} of 8"),
+    (OWN, problem(ALL_GATHER_MATMUL, widths=(N, N + 4)), f"K = {K} must be a multiple of 8, N = {N + 4} of 8"),
+    (OWN, problem(MATMUL_ALL_REDUCE, dtype=torch.float32), "dtype torch.float32, torch.float32"),
+    (OWN, problem(MATMUL_ALL_REDUCE, wire_dtype=torch.float32), "partial sums in torch.float32"),
+    (OWN, problem(MATMUL_ALL_REDUCE, inner=K + 4), f"K = {K + 4} must be a multiple of 8, N = {N} of 8"),
     (SYMM_MEM, problem(dtype=FP8, out_dtype=BF16), "scales"),
     (SYMM_MEM, problem(wire_dtype=torch.float32), "partial sums in torch.float32"),
     (SYMM_MEM, problem(rows=1023), "1023 rows are not a multiple of 2 ranks"),
-    (SYMM_MEM, problem(ALL_GATHER, rows=1023), "1023 rows are not a multiple of 2 ranks"),
+    (SYMM_MEM, problem(ALL_GATHER_MATMUL, rows=1023), "1023 rows are not a multiple of 2 ranks"),
 ]
 
 
@@ -185,19 +185,19 @@ def test_room_is_for_what_travels(dtype):
     def most(op):
         return MOST_ROWS(space, problem(op, dtype=dtype, out_dtype=BF16), Tiling(columns=128))
 
-    assert most(REDUCE_SCATTER) == (1 << 20) // (2 * N * 2) == 2 * most(ALL_REDUCE)
+    assert most(MATMUL_REDUCE_SCATTER) == (1 << 20) // (2 * N * 2) == 2 * most(MATMUL_ALL_REDUCE)
     rows = (1 << 20) // (2 * K * dtype.itemsize)
-    assert most(ALL_GATHER) == (rows if dtype == BF16 else rows - 128)  # of FP8 with their scales
+    assert most(ALL_GATHER_MATMUL) == (rows if dtype == BF16 else rows - 128)  # of FP8 with their scales
     space.bytes = 2 * N * 2 * 128
-    assert most(REDUCE_SCATTER) == 128 and not most(ALL_REDUCE)
+    assert most(MATMUL_REDUCE_SCATTER) == 128 and not most(MATMUL_ALL_REDUCE)
 
 
 def test_by_name():
     dispatcher = by_table((1, TILED))
     assert chosen(dispatcher, problem(), OWN) == Choice(OWN)
     assert chosen(dispatcher, problem(), "nccl") == NCCL
-    assert chosen(dispatcher, problem(ALL_REDUCE), "tpfuse_all_reduce") == PRODUCT
-    assert chosen(dispatcher, problem(ALL_REDUCE), OWN) == Choice(OWN)
+    assert chosen(dispatcher, problem(MATMUL_ALL_REDUCE), "tpfuse_all_reduce") == PRODUCT
+    assert chosen(dispatcher, problem(MATMUL_ALL_REDUCE), OWN) == Choice(OWN)
     with pytest.raises(
         ConfigError, match=r"^kernel 'magic' cannot run matmul_reduce_scatter: the kernels are nccl, torch_"
     ):
@@ -205,7 +205,7 @@ def test_by_name():
     with pytest.raises(
         ConfigError, match=r"^kernel 'tpfuse_all_reduce' cannot run all_gather_matmul: the kernels are nccl"
     ):
-        matmul.choose(dispatcher, problem(ALL_GATHER), "tpfuse_all_reduce")
+        matmul.choose(dispatcher, problem(ALL_GATHER_MATMUL), "tpfuse_all_reduce")
 
 
 def test_the_workspace_is_made_for_what_is_chosen(monkeypatch):
@@ -284,7 +284,7 @@ def test_the_choice_is_run(calls):
 
 def test_partial_sums_in_the_dtype_of_the_result(calls):
     """Of FP8 that is not the input's."""
-    calls.of, scales = by_table((1, TILED), op=f"{REDUCE_SCATTER}_fp8"), (torch.ones(1), torch.ones(1))
+    calls.of, scales = by_table((1, TILED), op=f"{MATMUL_REDUCE_SCATTER}_fp8"), (torch.ones(1), torch.ones(1))
     for wire, expected in ((None, "ours"), (BF16, "ours"), (torch.float32, None)):
         assert scatter(dtype=FP8, scales=scales, out_dtype=BF16, wire_dtype=wire) == expected
     assert calls.run == [TILED, TILED, NCCL]
@@ -295,12 +295,14 @@ def test_all_reduces(calls):
     assert reduce() == reduce(kernel=COMPOSED) == "composed" and reduce(kernel=OWN) == "ours"
     assert reduce(kernel="nccl") is reduce(rows=0) is reduce(columns=0) is None
     assert calls.run == [PRODUCT, PRODUCT, Choice(OWN)]
-    calls.of = by_table((1, NCCL), (512, TILED), op=ALL_REDUCE)
+    calls.of = by_table((1, NCCL), (512, TILED), op=MATMUL_ALL_REDUCE)
     assert reduce(511) is None and reduce(511, COMPOSED) == "composed" and reduce(512) == "ours"
     assert reduce(512, wire_dtype=BF16) == "ours" and reduce(512, wire_dtype=torch.float32) == "composed"
     assert calls.run[3:] == [NCCL, PRODUCT, TILED, TILED, PRODUCT]
     names = "nccl, tpfuse_all_reduce, tpfuse"
-    with pytest.raises(ConfigError, match=f"^kernel 'torch_symm_mem' cannot run {ALL_REDUCE}: the kernels are {names}$"):
+    with pytest.raises(
+        ConfigError, match=f"^kernel 'torch_symm_mem' cannot run {MATMUL_ALL_REDUCE}: the kernels are {names}$"
+    ):
         reduce(kernel=SYMM_MEM)
 
 
@@ -327,10 +329,10 @@ def test_a_choice_is_made_once_per_kind_of_call(calls, monkeypatch):
         (problem(), OWN),
         (problem(rows=1022), None),
         (problem(dtype=torch.float16), None),
-        (problem(ALL_GATHER), None),
-        (problem(ALL_GATHER, rows=1023), None),
-        (problem(ALL_GATHER, widths=(N, 8)), None),
-        (problem(ALL_REDUCE), None),
+        (problem(ALL_GATHER_MATMUL), None),
+        (problem(ALL_GATHER_MATMUL, rows=1023), None),
+        (problem(ALL_GATHER_MATMUL, widths=(N, 8)), None),
+        (problem(MATMUL_ALL_REDUCE), None),
         (problem(dtype=FP8, out_dtype=BF16), None),
         (problem(dtype=FP8, out_dtype=torch.float16), None),
     ]
@@ -338,7 +340,7 @@ def test_a_choice_is_made_once_per_kind_of_call(calls, monkeypatch):
 
 def test_dtypes_of_all_operands_count(calls):
     """A weight may be of FP8's other kind."""
-    calls.of = by_table((1, TILED), op=f"{ALL_GATHER}_fp8")
+    calls.of = by_table((1, TILED), op=f"{ALL_GATHER_MATMUL}_fp8")
     x, scale = torch.empty(512, K, dtype=FP8), torch.ones(1)
 
     def call(*dtypes):
@@ -352,7 +354,7 @@ def test_dtypes_of_all_operands_count(calls):
 def test_where_nothing_of_ours_can_run(calls):
     calls.of = "the group has no peers"
     assert scatter() is gather() is reduce() is None
-    for op, call in ((REDUCE_SCATTER, scatter), (ALL_GATHER, gather), (ALL_REDUCE, reduce)):
+    for op, call in ((MATMUL_REDUCE_SCATTER, scatter), (ALL_GATHER_MATMUL, gather), (MATMUL_ALL_REDUCE, reduce)):
         with pytest.raises(ConfigError, match=f"^kernel 'tpfuse' cannot run {op}: the group has no peers"):
             call(kernel=OWN)
 
@@ -373,7 +375,7 @@ def test_in_a_capture(calls, monkeypatch):
         scatter(rows=64, kernel=SYMM_MEM)
     capturing[0], calls.of.arena.workspace = False, object()
     assert scatter(rows=64) == "ours"
-    calls.of = by_table((1, TILED), op=ALL_REDUCE)
+    calls.of = by_table((1, TILED), op=MATMUL_ALL_REDUCE)
     for capturing[0], expected in ((True, "composed"), (False, "ours"), (True, "ours")):
         assert reduce() == expected
 
@@ -386,8 +388,10 @@ def test_what_cannot_be_built(calls):
     assert scatter() is None and calls.run == [TILED, NCCL, NCCL]
     with pytest.raises(BuildError):
         scatter(kernel=OWN)
-    calls.of = by_table((1, TILED), op=ALL_REDUCE)
-    with pytest.warns(RuntimeWarning, match=f"^{ALL_REDUCE}: the table's choice tpfuse .* is not used: rank 0: no comp"):
+    calls.of = by_table((1, TILED), op=MATMUL_ALL_REDUCE)
+    with pytest.warns(
+        RuntimeWarning, match=f"^{MATMUL_ALL_REDUCE}: the table's choice tpfuse .* is not used: rank 0: no comp"
+    ):
         assert reduce() == "composed"
     assert reduce() == "composed" and calls.run[-3:] == [TILED, PRODUCT, PRODUCT]
 
@@ -431,7 +435,7 @@ def same(got, **expected):
 @pytest.mark.parametrize(("world", "share"), [(2, 501), (3, 334), (8, 126)])
 def test_the_own_all_reduce(own, world, share):
     """By a table's choice, with its tiling: shares of ceil(M / world) rows are summed, and every rank gets all of them."""
-    own.of = by_table((1, PRODUCT), (512, TILED), op=ALL_REDUCE, world=world)
+    own.of = by_table((1, PRODUCT), (512, TILED), op=MATMUL_ALL_REDUCE, world=world)
     x, w, bias = torch.empty(1001, K, dtype=BF16), torch.empty(K, N, dtype=BF16), torch.empty(N, dtype=BF16)
 
     def call(kernel=None, x=x):
@@ -454,7 +458,7 @@ def test_scales_reach_our_kernels(own, op, by_row, kernel):
     """With the dtype of results."""
     own.of = by_table((1, TILED), op=f"{op}_fp8")
     rows, share = 1001, 501
-    x = torch.empty(share if op == ALL_GATHER else rows, K, dtype=FP8)
+    x = torch.empty(share if op == ALL_GATHER_MATMUL else rows, K, dtype=FP8)
     ws = [torch.empty(K, N, dtype=FP8) for _ in range(2)]
     biases = [torch.empty(N, dtype=BF16), None]
     x_scale = torch.ones(len(x), 1) if by_row else torch.ones(1)
@@ -465,25 +469,25 @@ def test_scales_reach_our_kernels(own, op, by_row, kernel):
         "out_dtype": BF16,
         "cut": matmul_candidates._cut(Choice(OWN) if kernel else TILED),
     }
-    if op == ALL_GATHER:
+    if op == ALL_GATHER_MATMUL:
         result = matmul.all_gather_matmul(kernel, "0", x, ws, rows, biases, x_scale, w_scales, BF16, True)
         always |= {"weights": ws, "rows": rows, "biases": biases, "gathered": True}
         assert same(*own.calls, **always, input_scale=x_scale, weight_scales=w_scales)
     else:
         scales = x_scale, w_scales[0]
-        if op == REDUCE_SCATTER:
+        if op == MATMUL_REDUCE_SCATTER:
             result = matmul.matmul_reduce_scatter(kernel, "0", x, ws[0], biases[0], scales, BF16, None, share)
         else:
             result = matmul.matmul_all_reduce(kernel, "0", x, ws[0], biases[0], scales, BF16, None, lambda: "composed")
-        always |= {"weight": ws[0], "bias": biases[0], "share": share, "all_rows": op == ALL_REDUCE}
+        always |= {"weight": ws[0], "bias": biases[0], "share": share, "all_rows": op == MATMUL_ALL_REDUCE}
         assert same(*own.calls, **always, scales=scales)
-    assert result == (op if op == ALL_GATHER else REDUCE_SCATTER)  # the kernel that an all-reduce shares
+    assert result == (op if op == ALL_GATHER_MATMUL else MATMUL_REDUCE_SCATTER)  # the kernel that an all-reduce shares
 
 
 def test_our_kernels_without_scales(own):
     """They are told that there are none."""
     own.of = by_table((1, TILED))
-    assert scatter() == REDUCE_SCATTER and gather(kernel=OWN) == ALL_GATHER
+    assert scatter() == MATMUL_REDUCE_SCATTER and gather(kernel=OWN) == ALL_GATHER_MATMUL
     scattering, gathering = own.calls
     assert scattering["scales"] is scattering["out_dtype"] is None and not scattering["all_rows"]
     assert gathering["input_scale"] is gathering["out_dtype"] is None and not gathering["weight_scales"]
@@ -534,11 +538,11 @@ def test_torchs_kernels(monkeypatch):
 
     monkeypatch.setattr(torch.ops.symm_mem, "fused_matmul_reduce_scatter", scattering, raising=False)
     monkeypatch.setattr(torch.ops.symm_mem, "fused_all_gather_matmul", gathering, raising=False)
-    run = {op: MATMULS[op][SYMM_MEM].run for op in (REDUCE_SCATTER, ALL_GATHER)}
+    run = {op: MATMULS[op][SYMM_MEM].run for op in (MATMUL_REDUCE_SCATTER, ALL_GATHER_MATMUL)}
     six = torch.full((8, 5), 6.0)
-    assert torch.equal(run[REDUCE_SCATTER](StandIn(), TORCH, x, w, None, 2, None, None), six[:2])
-    assert torch.equal(run[REDUCE_SCATTER](StandIn(), TORCH, x, w, bias, 2, None, None), six[:2] + bias)
-    got = run[ALL_GATHER](StandIn(), TORCH, x, [w, w], 8, [None, bias], True, None, [], None)
+    assert torch.equal(run[MATMUL_REDUCE_SCATTER](StandIn(), TORCH, x, w, None, 2, None, None), six[:2])
+    assert torch.equal(run[MATMUL_REDUCE_SCATTER](StandIn(), TORCH, x, w, bias, 2, None, None), six[:2] + bias)
+    got = run[ALL_GATHER_MATMUL](StandIn(), TORCH, x, [w, w], 8, [None, bias], True, None, [], None)
     assert [*map(torch.equal, got, (six, six + bias, torch.ones(8, 3)))] == [True] * 3 and len(got) == 3
-    (got,) = run[ALL_GATHER](StandIn(), TORCH, x, (w,), 8, [], False, None, [], None)
+    (got,) = run[ALL_GATHER_MATMUL](StandIn(), TORCH, x, (w,), 8, [], False, None, [], None)
     assert torch.equal(got, six)

@@ -107,6 +107,11 @@ class Arena:
         self.set_deadline(timeout_s)
         torch.cuda.synchronize(self.device)
 
+    @property
+    def aborted(self) -> torch.Tensor:
+        """Whether a kernel has given up waiting for a peer, on the device: a bool."""
+        return self._memory[_CONTROL_OFFSET // 4] != 0
+
     def _control_word(self, index: int) -> torch.Tensor:
         """Word ``index`` of the control block, as one int64."""
         start = _CONTROL_OFFSET // 4 + 2 * index

@@ -16,12 +16,12 @@ from tpfuse.errors import BuildError, ConfigError
 from tpfuse.kernels import dispatch
 from tpfuse.kernels.dispatch import Dispatcher
 from tpfuse.kernels.matmul_candidates import (
-    ALL_GATHER,
-    ALL_REDUCE,
+    ALL_GATHER_MATMUL,
     COMPOSED,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
     MATMULS,
     NCCL,
-    REDUCE_SCATTER,
     Candidate,
     MatmulProblem,
     check_name,
@@ -50,7 +50,7 @@ def matmul_reduce_scatter(
     """
     if kernel == NCCL or not input.numel() or not weight.numel():
         return None
-    problem = _row_parallel(REDUCE_SCATTER, input, weight, share, out_dtype, wire_dtype)
+    problem = _row_parallel(MATMUL_REDUCE_SCATTER, input, weight, share, out_dtype, wire_dtype)
     return _run(problem, kernel, group, input, weight, bias, share, scales, out_dtype)
 
 
@@ -72,7 +72,7 @@ def all_gather_matmul(
         return None
     share, inner = input.shape
     dtypes = (input.dtype, *(weight.dtype for weight in weights))
-    problem = MatmulProblem(ALL_GATHER, rows, widths, inner, dtypes, share, out_dtype)
+    problem = MatmulProblem(ALL_GATHER_MATMUL, rows, widths, inner, dtypes, share, out_dtype)
     scales = input_scale, weight_scales
     return _run(problem, kernel, group, input, weights, rows, biases, gathered, *scales, out_dtype)
 
@@ -91,7 +91,7 @@ def matmul_all_reduce(
     """As above. composed: computes it by a product and ``tpfuse::all_reduce``."""
     if kernel == NCCL or not input.numel() or not weight.numel():
         return None
-    problem = _row_parallel(ALL_REDUCE, input, weight, input.shape[0], out_dtype, wire_dtype)
+    problem = _row_parallel(MATMUL_ALL_REDUCE, input, weight, input.shape[0], out_dtype, wire_dtype)
     return _run(problem, kernel, group, input, weight, bias, scales, out_dtype, composed)
 
 
@@ -154,5 +154,5 @@ def choose(dispatcher: Dispatcher, problem: MatmulProblem, kernel: str | None = 
 
 def by_rule(problem: MatmulProblem) -> tuple[Candidate, Choice]:
     """Where no table answers: what is never slower than doing without tpfuse. (An all-reduce has a table of its own.)"""
-    name = COMPOSED if problem.op == ALL_REDUCE else NCCL
+    name = COMPOSED if problem.op == MATMUL_ALL_REDUCE else NCCL
     return MATMULS[problem.op][name], Choice(name)

@@ -19,7 +19,11 @@ from tpfuse.errors import ConfigError
 from tpfuse.kernels.candidates import NOT_PREPARED
 from tpfuse.tables import Choice
 
-REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE = "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce"
+MATMUL_REDUCE_SCATTER, ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE = (
+    "matmul_reduce_scatter",
+    "all_gather_matmul",
+    "matmul_all_reduce",
+)
 NCCL, OWN, SYMM_MEM, COMPOSED = "nccl", "tpfuse", "torch_symm_mem", "tpfuse_all_reduce"
 
 
@@ -137,9 +141,9 @@ def _own_cannot(arena: Arena, problem: MatmulProblem, choice: Choice) -> str:
 def _most_rows(space: workspace.Workspace, problem: MatmulProblem, cut: Any) -> int:
     from tpfuse.kernels.cuda import all_gather_matmul, matmul_reduce_scatter
 
-    if problem.op == ALL_GATHER:
+    if problem.op == ALL_GATHER_MATMUL:
         return all_gather_matmul.most_rows(space, problem.inner, problem.dtype)
-    all_rows = problem.op == ALL_REDUCE
+    all_rows = problem.op == MATMUL_ALL_REDUCE
     share = -(-problem.rows // space.arena.world) if all_rows else problem.share
     cut = cut or matmul_reduce_scatter.tiling(share, problem.columns, problem.inner, problem.dtype)
     return matmul_reduce_scatter.most_rows(space, problem.columns, problem.result_dtype, cut, all_rows)
@@ -209,15 +213,15 @@ def _composed(arena: Arena, choice: Choice, *arguments: Any) -> torch.Tensor:
 MATMULS: Mapping[str, Mapping[str, Candidate]] = {
     op: {candidate.name: candidate for candidate in (Candidate(NCCL, _anything, _reference), *others)}
     for op, others in {
-        REDUCE_SCATTER: (
+        MATMUL_REDUCE_SCATTER: (
             Candidate(SYMM_MEM, _symm_mem_cannot, _symm_mem_reduce_scatter, _symm_mem_prepare),
             Candidate(OWN, _own_cannot, _own_reduce_scatter, _own_prepare),
         ),
-        ALL_GATHER: (
+        ALL_GATHER_MATMUL: (
             Candidate(SYMM_MEM, _symm_mem_cannot, _symm_mem_all_gather, _symm_mem_prepare),
             Candidate(OWN, _own_cannot, _own_all_gather, _own_prepare),
         ),
-        ALL_REDUCE: (
+        MATMUL_ALL_REDUCE: (
             Candidate(COMPOSED, _anything, _composed),  # a product, then the all-reduce of kernels/dispatch.py
             Candidate(OWN, _own_cannot, _own_all_reduce, _own_prepare),
         ),

@@ -21,7 +21,7 @@ from tpfuse.comm import agreement, groups
 from tpfuse.comm.arena import VECTOR_BYTES, Arena
 from tpfuse.errors import first_line
 from tpfuse.kernels.candidates import NOT_PREPARED, Problem
-from tpfuse.kernels.matmul_candidates import ALL_GATHER, MatmulProblem
+from tpfuse.kernels.matmul_candidates import ALL_GATHER_MATMUL, MatmulProblem
 
 _ONE_SHOT_BYTES = 16 << 10  # sent by each rank; above it two-shot is measured to be faster also between two ranks
 _LEAST_BYTES = 1 << 20
@@ -74,9 +74,9 @@ def prepare(arena: Arena, problem: Problem) -> str:
         return _CAPTURING
     from torch.distributed import _symmetric_memory as torch_symm_mem
 
-    def connect(made: torch.Tensor) -> torch.Tensor:
-        torch_symm_mem.rendezvous(made, arena.group_name)
-        return made
+    def connect(held: list[Any]) -> torch.Tensor:
+        torch_symm_mem.rendezvous(held[0], arena.group_name)
+        return held[0]
 
     state = _states.setdefault(arena, _State())
     made, state.reason = _make(arena, _room(problem.rows * problem.row_bytes), connect)
@@ -91,8 +91,11 @@ def _room(size: int) -> int:
     return max(_LEAST_BYTES, 1 << (size - 1).bit_length())
 
 
-def _make(arena: Arena, size: int, connect: Callable[[torch.Tensor], Any]) -> tuple[Any, str]:
-    """(what ``connect`` gives for so much memory, "") or (anything, why one of the ranks has none). Collective."""
+def _make(arena: Arena, size: int, connect: Callable[[list[Any]], Any]) -> tuple[Any, str]:
+    """(what ``connect`` gives for so much memory, "") or (anything, why one of the ranks has none). Collective.
+
+    connect  of a list that alone holds the memory
+    """
     from torch.distributed import _symmetric_memory as torch_symm_mem
 
     group, made, result, reason = groups.resolve(arena.group_name), None, None, ""
@@ -103,9 +106,9 @@ def _make(arena: Arena, size: int, connect: Callable[[torch.Tensor], Any]) -> tu
     reason = agreement.told(agreement.exchange(group, _SUBJECT, {"reason": reason}))
     if reason:
         return None, reason
-    assert made is not None
+    held, made = [made], None
     try:
-        result = connect(made)
+        result = connect(held)
     except RuntimeError as error:
         reason = first_line(error)[:200]
     return result, agreement.told(agreement.exchange(group, _SUBJECT, {"reason": reason}))
@@ -172,7 +175,7 @@ def cannot_matmul(arena: Arena, problem: MatmulProblem) -> str:
 
 def _matmul_bytes(arena: Arena, problem: MatmulProblem) -> int:
     """At least what torch's kernels ask for: all gathered rows, or two ranks' shares of the partial sums."""
-    numbers = arena.world * problem.inner if problem.op == ALL_GATHER else 2 * problem.columns
+    numbers = arena.world * problem.inner if problem.op == ALL_GATHER_MATMUL else 2 * problem.columns
     return problem.share * numbers * problem.dtype.itemsize
 
 
@@ -186,8 +189,12 @@ def prepare_matmul(arena: Arena, problem: MatmulProblem) -> str:
 
     size = _room(_matmul_bytes(arena, problem))
     state = _workspaces.setdefault(arena, _Workspace())
-    # The memory that is agreed on goes back, and torch takes its own: every rank has room for it.
-    made, state.reason = _make(arena, size, lambda _: torch_symm_mem.get_symm_mem_workspace(arena.group_name, size))
+
+    def connect(held: list[Any]) -> Any:
+        held.clear()  # what is agreed on goes back, and torch takes its own: every rank has room for it
+        return torch_symm_mem.get_symm_mem_workspace(arena.group_name, size)
+
+    made, state.reason = _make(arena, size, connect)
     if not state.reason:
         state.bytes = size
         state.kept.append(made)  # torch itself would let go of a smaller one

@@ -111,12 +111,14 @@ def all_gather_matmul(
     out_dtype     dtype of the results: with FP8 needed, else the input's
     gathered      also return the gathered input, last
     kernel        None: the one that is measured fastest for this size (``tpfuse tune``), where no table answers "nccl";
-                  "tpfuse": on Hopper, ours that overlaps (bf16, fp16 and e4m3; rows on 16-byte boundaries);
-                  "torch_symm_mem"
+                  "tpfuse": on Hopper, ours that overlaps (bf16, fp16 and e4m3; N a multiple of 8, K of 16 bytes, partial
+                  sums of the result's dtype); "torch_symm_mem" (no FP8; rows a multiple of the ranks; it waits for a
+                  peer without end)
     returns       for each weight the gathered shape with N in place of K, then the gathered input if it is wanted
 
     Accumulates in fp32. Collective: every rank of the group calls it with the same shapes. Has no backward.
-    Safe in CUDA graphs: there, what was not called before outside a capture is NCCL's.
+    Safe in CUDA graphs: there, what was not called before outside a capture is NCCL's, or a ConfigError where a kernel is
+    named. Tensors lie alike (strides, alignment) on every rank.
     Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
     this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.

@@ -98,11 +98,14 @@ def matmul_all_reduce(
     wire_dtype    dtype in which partial sums travel, None: the result's; torch.float32 for less rounding
     kernel        None: the one that is measured fastest for this size (``tpfuse tune``), where no table answers
                   "tpfuse_all_reduce": the product, then the all-reduce that is measured fastest; "tpfuse": on Hopper, ours
-                  that overlaps (bf16, fp16 and e4m3; rows on 16-byte boundaries); "nccl"
+                  that overlaps (bf16, fp16 and e4m3; N a multiple of 8, K of 16 bytes, partial sums of the result's dtype);
+                  "nccl"
     returns       [..., N], replicated
 
     Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
-    Safe in CUDA graphs after one call outside a capture.
+    Safe in CUDA graphs: there, what was not called before outside a capture is the product and
+    ``tpfuse.ops.all_reduce``, or a ConfigError where a kernel is named. Tensors lie alike (strides, alignment) on every
+    rank.
     Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
     this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     """

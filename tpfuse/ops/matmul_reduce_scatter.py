@@ -110,13 +110,15 @@ def matmul_reduce_scatter(
     out_dtype     dtype of the result: with FP8 needed, else the input's
     wire_dtype    dtype in which partial sums travel, None: the result's; torch.float32 for less rounding
     kernel        None: the one that is measured fastest for this size (``tpfuse tune``), where no table answers "nccl";
-                  "tpfuse": on Hopper, ours that overlaps (bf16, fp16 and e4m3; rows on 16-byte boundaries);
-                  "torch_symm_mem"
+                  "tpfuse": on Hopper, ours that overlaps (bf16, fp16 and e4m3; N a multiple of 8, K of 16 bytes, partial
+                  sums of the result's dtype); "torch_symm_mem" (no FP8; rows a multiple of the ranks; it waits for a
+                  peer without end)
     returns       the input's shape with S = ceil(size of dim / world) in place of that and N in place of K; row i of rank r
                   is row r * S + i of the whole, and zero where there is none
 
     Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
-    Safe in CUDA graphs: there, what was not called before outside a capture is NCCL's.
+    Safe in CUDA graphs: there, what was not called before outside a capture is NCCL's, or a ConfigError where a kernel is
+    named. Tensors lie alike (strides, alignment) on every rank.
     Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
     this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm.arena import Arena
-from tpfuse.kernels.matmul_candidates import ALL_GATHER, ALL_REDUCE, MATMULS, NCCL, REDUCE_SCATTER
+from tpfuse.kernels.matmul_candidates import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, MATMULS, NCCL
 from tpfuse.ops.all_gather_matmul import reference as gathering
 from tpfuse.ops.all_reduce import OP as ALL_REDUCE_OP
 from tpfuse.ops.matmul import gather_rows, pad_rows
@@ -36,12 +36,12 @@ class MatmulBench(Bench):
 
     def __init__(self, size: MatmulSize, arena: Arena, group: dist.ProcessGroup) -> None:
         super().__init__(size, arena, group)
-        self.name, self.replicated = group.group_name, size.op == ALL_REDUCE
+        self.name, self.replicated = group.group_name, size.op == MATMUL_ALL_REDUCE
         flop = 2 * size.rows * size.columns * size.inner
         self.calls = max(LEAST_CALLS, min(MOST_CALLS, int(GRAPH_FLOP / flop)))
         weight_bytes = size.columns * size.inner * size.dtype.itemsize
         self.random.manual_seed(100 + arena.rank)
-        rows = size.share if size.op == ALL_GATHER else size.rows
+        rows = size.share if size.op == ALL_GATHER_MATMUL else size.rows
         self.input = self.normal((rows, size.inner)).to(size.dtype)
         deviation = size.inner**-0.5
         scaled = size.dtype.itemsize == 1  # FP8: a scale for each row and column
@@ -59,10 +59,10 @@ class MatmulBench(Bench):
         candidate, x, size = MATMULS[self.size.op][choice.candidate], self.input, self.size
         scales, out_dtype = self.scales, size.problem.out_dtype
         arguments: tuple[Any, ...]
-        if size.op == ALL_GATHER:
+        if size.op == ALL_GATHER_MATMUL:
             factors = (None, []) if scales is None else (scales[0], [scales[1]])
             arguments = x, [weight], size.rows, [], False, *factors, out_dtype
-        elif size.op == REDUCE_SCATTER:
+        elif size.op == MATMUL_REDUCE_SCATTER:
             arguments = x, weight, None, size.share, scales, out_dtype
         else:
             arguments = x, weight, None, scales, out_dtype, lambda: self.reference(weight, sum_over_ranks=ALL_REDUCE_OP)
@@ -75,10 +75,10 @@ class MatmulBench(Bench):
         """The operation by its reference, which is NCCL's."""
         size, (of_input, of_weight) = self.size, self.scales or (None, None)
         out_dtype = size.problem.out_dtype
-        if size.op == ALL_GATHER:
+        if size.op == ALL_GATHER_MATMUL:
             of_weights = [] if of_weight is None else [of_weight]
             return gathering(self.input, [weight], self.name, size.rows, [], of_input, of_weights, out_dtype)
-        run = scattering if size.op == REDUCE_SCATTER else reducing
+        run = scattering if size.op == MATMUL_REDUCE_SCATTER else reducing
         return run(self.input, weight, self.name, None, of_input, of_weight, out_dtype, **how)
 
     def once(self, choice: Choice) -> Outputs:
@@ -89,12 +89,12 @@ class MatmulBench(Bench):
         size, weight, rows = self.size, self.weights[0].double(), self.input.double()
         if self.scales is not None:
             rows, weight = rows * self.scales[0].double(), weight * self.scales[1].double()
-        if size.op == ALL_GATHER:
+        if size.op == ALL_GATHER_MATMUL:
             value = gather_rows(rows, size.rows, self.name) @ weight
         else:
             value = rows @ weight
             dist.all_reduce(value, group=self.group)
-        if size.op == REDUCE_SCATTER:
+        if size.op == MATMUL_REDUCE_SCATTER:
             value = pad_rows(value, size.share * self.arena.world)[self.arena.rank * size.share :][: size.share].clone()
         (plain,) = self.once(Choice(NCCL))
         return value, 2 * _error(plain, value) + TINY

@@ -156,7 +156,7 @@ def _prepare(made: Arena, sizes: Sequence[Any], skipped: Collection[str], talk: 
             whys = []
             for problem in (problem for problem in problems if problem.op == op):
                 whys.append(candidate.prepare(made, problem))
-                if not whys[-1]:
+                if not whys[-1] and op not in MATMULS:  # which need the most memory for other sizes each
                     break
             if whys and whys[-1]:
                 talk.say(f"{op}: {candidate.name} left out: {whys[-1]}")

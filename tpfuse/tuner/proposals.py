@@ -16,8 +16,15 @@ import torch
 from tpfuse.comm.arena import SPLIT, VECTOR_BYTES
 from tpfuse.kernels.candidates import ALL_REDUCE, CANDIDATES, Problem
 from tpfuse.kernels.layout import Layout, layout, pieces
-from tpfuse.kernels.matmul_candidates import ALL_GATHER, MATMULS, OWN, REDUCE_SCATTER, MatmulProblem, table_name
-from tpfuse.kernels.matmul_candidates import ALL_REDUCE as MATMUL_ALL_REDUCE
+from tpfuse.kernels.matmul_candidates import (
+    ALL_GATHER_MATMUL,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    MATMULS,
+    OWN,
+    MatmulProblem,
+    table_name,
+)
 from tpfuse.tables import PLAIN_ROW_BYTES, Choice
 
 #: The layouts that were ever the fastest on 2x H200. The rule of thumb's own comes first.
@@ -29,8 +36,8 @@ REGISTERS = (None, 64)
 _WARP = 32
 #: Of our GEMM kernels: what is tried besides the columns of a tile, which go by the rows.
 TILINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    REDUCE_SCATTER: {"cluster": (1, 2), "across": (8, 16), "lead": (None, 1), "pace": (0.6, 0.95)},
-    ALL_GATHER: {"cluster": (1, 2), "across": (8, 16), "pace": (0.4, 0.7)},
+    MATMUL_REDUCE_SCATTER: {"cluster": (1, 2), "across": (8, 16), "lead": (None, 1), "pace": (0.6, 0.95)},
+    ALL_GATHER_MATMUL: {"cluster": (1, 2), "across": (8, 16), "pace": (0.4, 0.7)},
     MATMUL_ALL_REDUCE: {"cluster": (1, 2), "across": (8, 16), "lead": (None, 1), "pace": (0.5, 0.95)},
 }
 ONLY_NARROW_ROWS, ONLY_WIDE_ROWS = 256, 4096  # up to so many rows only narrow tiles, from so many on only wide ones
@@ -196,7 +203,7 @@ def tilings(problem: MatmulProblem) -> list[Any]:
     from tpfuse.kernels.cuda.gemm import Tiling
 
     def room(tiling: Tiling) -> int:
-        if problem.op == ALL_GATHER:
+        if problem.op == ALL_GATHER_MATMUL:
             return all_gather_matmul.room(tiling)
         return matmul_reduce_scatter.room(tiling, problem.op == MATMUL_ALL_REDUCE)
 

@@ -1,8 +1,9 @@
 """How long captured calls take where a model makes them: CUDA graphs that take turns, on all ranks together.
 
-What is timed is what a call adds to the GEMM before it: graphs of [GEMM, call] x n beside one of [GEMM] x n. All take turns
-in a new order each round, so that a change of clocks meets all of them. The ranks together take as long as the slowest of
-them: the largest time of all ranks for each replay, then the median over the rounds of the difference.
+What is timed are graphs of several calls. What of their time is a call's own, its bench says: mostly what it adds to the
+GEMM before it, by graphs of [GEMM, call] x n beside one of [GEMM] x n. All take turns in a new order each round, so that a
+change of clocks meets all of them. The ranks together take as long as the slowest of them: the largest time of all ranks
+for each replay, then the median over the rounds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 Key = TypeVar("Key")
 _LEAD_CYCLES = 20_000_000  # the GPU waits so long while the host fills its queue
+_SHORT_LEAD_CYCLES = 200_000  # and so long, idly, after a rest
 
 
 def replayed_us(
@@ -39,6 +41,7 @@ def replayed_us(
         if idle_s:
             torch.cuda.synchronize()
             time.sleep(idle_s)
+            torch.cuda._sleep(_SHORT_LEAD_CYCLES)
         dist.all_reduce(token, group=group)  # lets the ranks start together
         begin.record()
         graphs[key].replay()

@@ -35,6 +35,7 @@ MOST_MATRICES = 4
 _PIECE_ROWS = 64
 _BOUNCE_BYTES, _STRIPS_BYTES = 2 * _PIECE_ROWS * STEP_BYTES, 8 * 16 * 128
 _SCALES_ALIGNMENT = 128
+_FP8_NAN = 0x7F  # of e4m3, as a byte
 _TAG = 5  # comm/arena.py TAGS
 
 
@@ -82,10 +83,19 @@ def all_gather_matmul(
         if whole is not None:
             arrived = workspace.data(input.dtype, (arena.world - 1, count, inner))
             whole[arena.rank, first : first + count] = a[first : first + count]
+            aborted = arena.aborted
             for number in range(arena.world - 1):
-                whole[(arena.rank + 1 + number) % arena.world, first : first + count] = arrived[number]
+                source = (arena.rank + 1 + number) % arena.world
+                whole[source, first : first + count] = _unless(aborted, arrived[number])
     results = [out[:rows] for out in outs]
     return results if whole is None else [*results, whole.view(-1, inner)[:rows]]
+
+
+def _unless(aborted: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    """What has arrived, or, if the arena is dead, NaN."""
+    if arrived.dtype != FP8:
+        return torch.where(aborted, torch.nan, arrived)
+    return torch.where(aborted, _FP8_NAN, arrived.view(torch.uint8)).view(FP8)
 
 
 def most_rows(workspace: Workspace, inner: int, dtype: torch.dtype) -> int:

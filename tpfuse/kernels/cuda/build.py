@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tpfuse import tables
-from tpfuse.errors import BuildError
+from tpfuse.errors import BuildError, ConfigError
 
 _FOLDER = pathlib.Path(__file__).parent
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -53,7 +53,7 @@ def compiled(
     program, make_options, version = _compiler()
     source = "".join((_FOLDER / file).read_text(encoding="utf-8") for file in files)
     digest = hashlib.sha256(repr((source, options, arch, version)).encode()).hexdigest()[:24]
-    path = tables.cache_folder() / "kernels" / f"{pathlib.Path(files[-1]).stem}-{arch}-{digest}.cubin"
+    path = _cache() / f"{pathlib.Path(files[-1]).stem}-{arch}-{digest}.cubin"
     with contextlib.suppress(OSError):
         if not anew:
             return path, path.read_bytes()
@@ -65,6 +65,13 @@ def compiled(
         raise BuildError(f"NVRTC: {files[-1]}: {error}") from error
     _keep(path, code)
     return path, code
+
+
+def _cache() -> pathlib.Path:
+    try:
+        return tables.cache_folder() / "kernels"
+    except ConfigError:  # no home folder: as if it could not be written
+        return pathlib.Path(os.devnull) / "kernels"
 
 
 def _keep(path: pathlib.Path, code: bytes) -> None:

@@ -240,7 +240,7 @@ INLINE void rounded(uint32_t* words, const float* c, int j) {
   for (int k = 0; k < 4; k++) words[k] = pack(c[8 * j + 2 * k], c[8 * j + 2 * k + 1]);
 }
 
-// A thread's 16 bytes in a tile: for columns 16 j to 16 j + 15 of its warp's 16 rows. lane: of the warp, row: its first row.
+// A thread's 16 bytes in a tile: for columns 16 j to 16 j + 15 of its warp's 16 rows. lane: of the warp; first_row: its first row.
 INLINE uint32_t tile_address(uint32_t tile, int first_row, int lane, int j) {
   int row = first_row + (lane & 15);
   return tile + (j / 4) * BOX_BYTES + row * 128 + ((((j & 3) * 2 + (lane >> 4)) ^ (row & 7)) << 4);

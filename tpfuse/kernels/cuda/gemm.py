@@ -43,6 +43,14 @@ class Tiling:
     lead: int | None = None
     pace: float = 0.8
 
+    def __post_init__(self) -> None:
+        """Raises TypeError: there is no such tiling; it may come from a file."""
+        numbers = (self.columns, self.stages, self.cluster, self.across)
+        lead = self.lead is None or (type(self.lead) is int and self.lead >= 0)
+        sizes = all(type(n) is int and n > 0 for n in numbers) and self.columns in (128, 256) and self.cluster in (1, 2)
+        if not (sizes and lead and isinstance(self.pace, (int, float)) and self.pace >= 0):
+            raise TypeError(f"no such tiling: {self}")
+
     @property
     def operand_bytes(self) -> int:
         """Of shared memory for all stages, and to align them."""

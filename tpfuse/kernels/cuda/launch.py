@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpfuse.errors import BuildError
+from tpfuse.errors import BuildError, LaunchError
 from tpfuse.kernels.cuda.build import done, driver
 
 _DATA_TYPES = {
@@ -61,7 +61,7 @@ def tensor_map(
         _ZEROS_OUTSIDE,
     )
     if status:
-        raise BuildError(f"the driver: cuTensorMapEncodeTiled: {status}, for {sizes} at {address:#x}, {pitches}, {box}")
+        raise LaunchError(f"the driver: cuTensorMapEncodeTiled: {status}, for {sizes} at {address:#x}, {pitches}, {box}")
     return TensorMap.from_buffer_copy(ctypes.string_at(there, _ALIGNMENT))
 
 
@@ -82,4 +82,7 @@ class Parameters:
     def launch(self, kernel: int, blocks: int, threads: int, shared_bytes: int, stream: int) -> None:
         """The driver copies the structure: it may be changed when this returns."""
         pointers = ctypes.addressof(self._pointers)
-        done(driver().cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, 0))
+        try:
+            done(driver().cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, 0))
+        except BuildError as error:
+            raise LaunchError(str(error)) from error

@@ -79,16 +79,16 @@ INLINE void push(const Params& p, const TensorMap* to, int* flag, uint32_t tile,
 
 // One thread: the peers' results from where they arrive to their rows of out, as they arrive.
 INLINE void collect(const Params& p, uint32_t buffers, uint32_t fetched, int tiles, int across, int down, int epoch) {
-  bool dead = load_flag(&p.control->abort);
+  bool dead = load_flag(&p.control->abort), poisoned = false;
   uint32_t parity = 0;
   int turn = 0;
   for (int n = blockIdx.x; n < tiles * PEERS; n += gridDim.x) {
     int source = n % PEERS, number = n / PEERS, owner = (p.rank + 1 + source) % WORLD;
     Place at = place(number / CLUSTER, down, across, p.across);
     int row = (at.row * CLUSTER + number % CLUSTER) * BM, column = at.column * BN;
-    bool died = dead;
     dead = dead || !wait_for(p.flags + p.results_ahead + source * p.stride + number, epoch, p.control, p.tag + (owner << 8));
-    if (dead && !died) {  // from now on, what is copied is not a number
+    if (dead && !poisoned) {  // from now on, what is copied is not a number
+      poisoned = true;
       tma_wait_read();
       for (int i = 0; i < 2 * COPY_BYTES / 4; i++)
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(buffers + 4 * i), "r"(pack(NOT_A_NUMBER, NOT_A_NUMBER)) : "memory");
