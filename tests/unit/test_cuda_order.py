@@ -68,7 +68,7 @@ def rows_of(out: ctypes.Array, width: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_reduce_scatter(tmp_path, world):
     """Every tile once; an own one after those of the same number for all peers, and after the lead."""
-    source = part("matmul_reduce_scatter.cu", "struct Unit", "// Pushes a tile") + _SCATTER
+    source = part("matmul_reduce_scatter.cu", "struct Unit", "// The units of a launch") + _SCATTER
     library = build(tmp_path, "scatter", source, WORLD=world, PEERS=world - 1)
     for down, columns, across in itertools.product((1, 3, 8, 13), (1, 5, 8), (1, 4, 8)):
         tiles = down * columns

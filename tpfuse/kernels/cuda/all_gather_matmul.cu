@@ -102,11 +102,148 @@ INLINE void store_rows(const float* c, uint32_t strip, uint16_t* out, int rows, 
   }
 }
 
+// The units of a launch, and which of them are this cluster's.
+struct Work {
+  int down, steps, per_rank, total, first, at_once;
+
+  INLINE explicit Work(const Params& p)
+      : down((p.count + BM * CLUSTER - 1) / (BM * CLUSTER)),
+        steps((p.inner + BK - 1) / BK),
+        per_rank(0),
+        first(blockIdx.x / CLUSTER),
+        at_once(gridDim.x / CLUSTER) {
+    for (int m = 0; m < MATRICES; m++) per_rank += down * ((p.columns[m] + BN - 1) / BN);
+    total = per_rank * WORLD;
+  }
+};
+
+// One thread: operands; a peer's rows when they are here. poisoned: results are not numbers any more.
+INLINE void load_units(const Params& p, Stages& stages, const Work& w, int* poisoned) {
+  bool dead = load_flag(&p.control->abort);
+  long long for_rows = 0;
+  for (int n = w.first; n < w.total; n += w.at_once) {
+    Unit t = unit_at(p, n, w.down, w.per_rank);
+    const TensorMap* b = &p.b[0];
+    for (int m = 1; m < MATRICES; m++)
+      if (m == t.matrix) b = &p.b[m];
+    if (t.source < 0) {
+      if (dead) *(volatile int*)poisoned = 1;
+      stages.load(&p.a, b, p.first + row_of(t.at), t.at.column * BN, w.steps);
+      continue;
+    }
+    int peer = (p.rank + 1 + t.source) % WORLD;
+    int block = row_of(t.at) / BM;
+    const int* count = p.counts + t.source * p.stride + block;
+    WAITING(for_rows, dead = dead || !wait_for(count, pieces_of(p, block), p.control, p.tag + (peer << 8)));
+    if (dead) *(volatile int*)poisoned = 1;
+    proxy_fence();
+    stages.load(&p.gathered, b, row_of(t.at), t.at.column * BN, w.steps, t.source);
+  }
+  WRITE_DOWN(p.profile, STAGE, stages.waited);
+  WRITE_DOWN(p.profile, ROWS, for_rows);
+}
+
+// One thread: this rank's rows to every peer, piece by piece.
+INLINE void push_rows(const Params& p, uint32_t bounce, uint32_t fetched, int epoch) {
+  bool dead = load_flag(&p.control->abort);
+  if (blockIdx.x == 0 && !dead)
+    for (int i = 0; i < PEERS; i++) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
+  int wide = (p.inner + BK - 1) / BK, high = (p.count + PIECE_ROWS - 1) / PIECE_ROWS, turn = 0;
+  uint32_t fetched_parity = 0;
+  for (int i = 0; i < PEERS && !dead; i++) {
+    // Of rank + 1 + i, this rank is source WORLD - 2 - i.
+    int source = PEERS - 1 - i, peer = (p.rank + 1 + i) % WORLD;
+    int* counts = p.peer_counts[i] + source * p.stride;
+    float* scales = FP8 ? p.peer_scales[i] + source * p.scale_stride : nullptr;
+    int before = -1, last = -1;  // blocks of the pieces that are still on their way
+    dead = !wait_for(p.begun + i, epoch, p.control, p.tag + (peer << 8));
+    long long next = clock64();
+    for (int n = blockIdx.x; n < wide * high && !dead; n += gridDim.x, turn++) {
+      int row = n / wide * PIECE_ROWS, column = n % wide * BK;
+      uint32_t buffer = bounce + (turn & 1) * PIECE_BYTES;
+      tma_wait_written<1>();
+      if (before >= 0) count_piece(counts + before);
+      barrier_expect(fetched, PIECE_BYTES);
+      tma_load(buffer, &p.piece, fetched, column, p.first + row);
+      barrier_wait(fetched, fetched_parity);
+      fetched_parity ^= 1;
+      // Paced: a burst from all multiprocessors would fill the way to the link, and the operands' loads would queue behind.
+      while (clock64() < next) asm volatile("nanosleep.u32 64;");
+      next += p.pause;
+      tma_store(&p.sent[i], buffer, column, row, source);
+      tma_commit();
+      // Told of with the piece.
+      for (int r = row; FP8 && p.a_scale.each && !column && r < min(row + PIECE_ROWS, p.count); r++)
+        *(volatile float*)(scales + r) = p.a_scale.factors[p.first + r];
+      before = last;
+      last = row / BM;
+    }
+    tma_wait_written<0>();
+    if (before >= 0) count_piece(counts + before);
+    if (last >= 0) count_piece(counts + last);
+  }
+}
+
+// All threads of warp group 0: the CTA has ended the call when its two warps have: nobody pushes, waits or reads a count of it
+// any more.
+INLINE void end_call(const Params& p, int epoch) {
+  asm volatile("barrier.sync 3, 128;" ::: "memory");
+  if (threadIdx.x == 0) {
+    __threadfence();
+    if (atomicAdd(p.epoch + 1, 1) == gridDim.x - 1) {
+      for (int i = 0; i < PEERS; i++)
+        for (int j = 0; j * BM < p.count; j++) *(volatile int*)(p.counts + i * p.stride + j) = 0;
+      *(volatile int*)(p.epoch + 1) = 0;
+      store_flag(p.epoch, epoch);
+    }
+  }
+}
+
+// All threads of a multiplying warp group: a tile's product, scales, bias, and out.
+INLINE void multiply_units(const Params& p, Stages& stages, const Work& w, uint32_t strips, const int* poisoned, int group) {
+  int thread = threadIdx.x & 127, lane = threadIdx.x & 31, first_row = (group - 1) * 64 + thread / 32 * 16;
+  uint32_t strip = strips + (threadIdx.x / 32 - 4) * STRIP_BYTES;
+  float c[BN / 2];
+  long long begun = clock64();
+  for (int n = w.first; n < w.total; n += w.at_once) {
+    Unit t = unit_at(p, n, w.down, w.per_rank);
+    multiply_tile(c, stages, w.steps, group - 1, thread);
+    const uint16_t* bias = p.bias[0];
+    uint16_t* out = p.out[0];
+    int columns = p.columns[0], column = t.at.column * BN, row = row_of(t.at) + first_row;
+    Scale b_scale = p.b_scale[0];
+    for (int m = 1; m < MATRICES; m++)
+      if (m == t.matrix) {
+        bias = p.bias[m];
+        out = p.out[m];
+        columns = p.columns[m];
+        b_scale = p.b_scale[m];
+      }
+#if FP8
+    Scale a_scale = p.a_scale;
+    if (a_scale.each) a_scale.factors = t.source < 0 ? a_scale.factors + p.first : p.scales + t.source * p.scale_stride;
+    scale_tile(c, a_scale, row + lane / 4, p.count, b_scale, column, columns, lane);
+#endif
+    add_bias(c, bias, column, columns, true, true, lane);
+    if (*(const volatile int*)poisoned) {
+#pragma unroll
+      for (int i = 0; i < BN / 2; i++) c[i] = NOT_A_NUMBER;
+    }
+    int owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
+    out += (size_t)(owner * p.share + p.first + row) * columns + column;
+    store_rows(c, strip, out, p.count - row, columns - column, columns, lane);
+  }
+  if (threadIdx.x == 128) {
+    WRITE_DOWN(p.profile, ALL, clock64() - begun);
+    WRITE_DOWN(p.profile, OPERANDS, stages.waited);
+  }
+}
+
 extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES + 1];
   __shared__ int poisoned;
-  uint32_t data = (shared_address(memory) + 1023) & ~1023u, bounce = data + STAGES * STAGE_BYTES, strips = bounce + 2 * PIECE_BYTES;
+  uint32_t data = (shared_address(memory) + 1023) & ~1023u, bounce = data + STAGES * STAGE_BYTES;
   Stages stages(data, shared_address(barriers));
   uint32_t fetched = stages.empty + 8 * STAGES;
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -119,123 +256,17 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
   int epoch = after(load_flag(p.epoch));  // by all threads, before any of this CTA ends the call
   __syncthreads();
   cluster_sync();
-  int down = (p.count + BM * CLUSTER - 1) / (BM * CLUSTER), steps = (p.inner + BK - 1) / BK, per_rank = 0;
-  for (int m = 0; m < MATRICES; m++) per_rank += down * ((p.columns[m] + BN - 1) / BN);
-  int total = per_rank * WORLD, first_unit = blockIdx.x / CLUSTER, at_once = gridDim.x / CLUSTER;
-
+  Work work(p);
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    if (warp == 0 && lane == 0) {
-      bool dead = load_flag(&p.control->abort);
-      long long for_rows = 0;
-      for (int n = first_unit; n < total; n += at_once) {
-        Unit t = unit_at(p, n, down, per_rank);
-        const TensorMap* b = &p.b[0];
-        for (int m = 1; m < MATRICES; m++)
-          if (m == t.matrix) b = &p.b[m];
-        if (t.source < 0) {
-          if (dead) *(volatile int*)&poisoned = 1;
-          stages.load(&p.a, b, p.first + row_of(t.at), t.at.column * BN, steps);
-          continue;
-        }
-        int peer = (p.rank + 1 + t.source) % WORLD;
-        int block = row_of(t.at) / BM;
-        const int* count = p.counts + t.source * p.stride + block;
-        WAITING(for_rows, dead = dead || !wait_for(count, pieces_of(p, block), p.control, p.tag + (peer << 8)));
-        if (dead) *(volatile int*)&poisoned = 1;
-        proxy_fence();
-        stages.load(&p.gathered, b, row_of(t.at), t.at.column * BN, steps, t.source);
-      }
-      WRITE_DOWN(p.profile, STAGE, stages.waited);
-      WRITE_DOWN(p.profile, ROWS, for_rows);
-    } else if (warp == 1 && lane == 0) {
-      bool dead = load_flag(&p.control->abort);
-      if (blockIdx.x == 0 && !dead)
-        for (int i = 0; i < PEERS; i++) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
-      int wide = (p.inner + BK - 1) / BK, high = (p.count + PIECE_ROWS - 1) / PIECE_ROWS, turn = 0;
-      uint32_t fetched_parity = 0;
-      for (int i = 0; i < PEERS && !dead; i++) {
-        // Of rank + 1 + i, this rank is source WORLD - 2 - i.
-        int source = PEERS - 1 - i, peer = (p.rank + 1 + i) % WORLD;
-        int* counts = p.peer_counts[i] + source * p.stride;
-        float* scales = FP8 ? p.peer_scales[i] + source * p.scale_stride : nullptr;
-        int before = -1, last = -1;  // blocks of the pieces that are still on their way
-        dead = !wait_for(p.begun + i, epoch, p.control, p.tag + (peer << 8));
-        long long next = clock64();
-        for (int n = blockIdx.x; n < wide * high && !dead; n += gridDim.x, turn++) {
-          int row = n / wide * PIECE_ROWS, column = n % wide * BK;
-          uint32_t buffer = bounce + (turn & 1) * PIECE_BYTES;
-          tma_wait_written<1>();
-          if (before >= 0) count_piece(counts + before);
-          barrier_expect(fetched, PIECE_BYTES);
-          tma_load(buffer, &p.piece, fetched, column, p.first + row);
-          barrier_wait(fetched, fetched_parity);
-          fetched_parity ^= 1;
-          // Paced: a burst from all multiprocessors would fill the way to the link, and the operands' loads would queue behind.
-          while (clock64() < next) asm volatile("nanosleep.u32 64;");
-          next += p.pause;
-          tma_store(&p.sent[i], buffer, column, row, source);
-          tma_commit();
-          // Told of with the piece.
-          for (int r = row; FP8 && p.a_scale.each && !column && r < min(row + PIECE_ROWS, p.count); r++)
-            *(volatile float*)(scales + r) = p.a_scale.factors[p.first + r];
-          before = last;
-          last = row / BM;
-        }
-        tma_wait_written<0>();
-        if (before >= 0) count_piece(counts + before);
-        if (last >= 0) count_piece(counts + last);
-      }
-    }
-    // The CTA has ended the call when its two warps have: nobody pushes, waits or reads a count of it any more.
-    asm volatile("barrier.sync 3, 128;" ::: "memory");
-    if (threadIdx.x == 0) {
-      __threadfence();
-      if (atomicAdd(p.epoch + 1, 1) == gridDim.x - 1) {
-        for (int i = 0; i < PEERS; i++)
-          for (int j = 0; j * BM < p.count; j++) *(volatile int*)(p.counts + i * p.stride + j) = 0;
-        *(volatile int*)(p.epoch + 1) = 0;
-        store_flag(p.epoch, epoch);
-      }
-    }
+    if (warp == 0 && lane == 0)
+      load_units(p, stages, work, &poisoned);
+    else if (warp == 1 && lane == 0)
+      push_rows(p, bounce, fetched, epoch);
+    end_call(p, epoch);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
-    int thread = threadIdx.x & 127, first_row = (group - 1) * 64 + thread / 32 * 16;
-    uint32_t strip = strips + (warp - 4) * STRIP_BYTES;
-    float c[BN / 2];
-    long long begun = clock64();
-    for (int n = first_unit; n < total; n += at_once) {
-      Unit t = unit_at(p, n, down, per_rank);
-      multiply_tile(c, stages, steps, group - 1, thread);
-      const uint16_t* bias = p.bias[0];
-      uint16_t* out = p.out[0];
-      int columns = p.columns[0], column = t.at.column * BN, row = row_of(t.at) + first_row;
-      Scale b_scale = p.b_scale[0];
-      for (int m = 1; m < MATRICES; m++)
-        if (m == t.matrix) {
-          bias = p.bias[m];
-          out = p.out[m];
-          columns = p.columns[m];
-          b_scale = p.b_scale[m];
-        }
-#if FP8
-      Scale a_scale = p.a_scale;
-      if (a_scale.each) a_scale.factors = t.source < 0 ? a_scale.factors + p.first : p.scales + t.source * p.scale_stride;
-      scale_tile(c, a_scale, row + lane / 4, p.count, b_scale, column, columns, lane);
-#endif
-      add_bias(c, bias, column, columns, true, true, lane);
-      if (*(volatile int*)&poisoned) {
-#pragma unroll
-        for (int i = 0; i < BN / 2; i++) c[i] = NOT_A_NUMBER;
-      }
-      int owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
-      out += (size_t)(owner * p.share + p.first + row) * columns + column;
-      store_rows(c, strip, out, p.count - row, columns - column, columns, lane);
-    }
-    if (threadIdx.x == 128) {
-      WRITE_DOWN(p.profile, ALL, clock64() - begun);
-      WRITE_DOWN(p.profile, OPERANDS, stages.waited);
-    }
+    multiply_units(p, stages, work, bounce + 2 * PIECE_BYTES, &poisoned, group);
   }
   cluster_sync();  // no CTA leaves while another may still signal it
 }

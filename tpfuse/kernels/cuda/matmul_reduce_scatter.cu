@@ -58,6 +58,48 @@ INLINE Unit unit_at(int n, int units, int lead) {
   return {1, 0, n - theirs};
 }
 
+// The units of a launch, and which of them are this cluster's.
+struct Work {
+  int down, across, units, steps, total, first, at_once;
+
+  // Below the last row there may be a tile of nothing: it is loaded as zeros, and not stored.
+  INLINE explicit Work(const Params& p)
+      : down((p.count + BM * CLUSTER - 1) / (BM * CLUSTER)),
+        across((p.columns + BN - 1) / BN),
+        units(down * across),
+        steps((p.inner + BK - 1) / BK),
+        total(units * WORLD),
+        first(blockIdx.x / CLUSTER),
+        at_once(gridDim.x / CLUSTER) {}
+};
+
+// A tile's place in shared memory, and its barriers: it is free; holds a sum; holds a partial sum; and that has been read.
+// fetched: what is copied has come. poisoned: sums are not numbers any more.
+struct Buffer {
+  uint32_t tile, free, filled, arrived, added, fetched;
+  int* poisoned;
+
+  INLINE void init() {
+    barrier_init(free, 1);
+    barrier_init(filled, 2);
+    barrier_init(arrived, 1);
+    barrier_init(added, 2);
+    barrier_init(fetched, 1);
+    *poisoned = 0;
+  }
+};
+
+// One thread: operands.
+INLINE void load_units(const Params& p, Stages& stages, const Work& w) {
+  for (int n = w.first; n < w.total; n += w.at_once) {
+    Unit t = unit_at(n, w.units, p.lead);
+    Place at = place(t.number, w.down, w.across, p.across);
+    int owner = t.own ? p.rank : (p.rank + 1 + t.peer) % WORLD;
+    stages.load(&p.a, &p.b, owner * p.share + p.first + row_of(at), at.column * BN, w.steps);
+  }
+  WRITE_DOWN(p.profile, STAGE, stages.waited);
+}
+
 // Pushes a tile to a peer, piece by piece, and tells it by a flag.
 INLINE void push(const Params& p, const TensorMap* to, int* flag, uint32_t tile, Place at, int source, int pause, int epoch) {
   int row = row_of(at), column = at.column * BN;
@@ -77,14 +119,80 @@ INLINE void push(const Params& p, const TensorMap* to, int* flag, uint32_t tile,
   store_flag(flag, epoch);
 }
 
+// One thread: partial sums in for own tiles, one peer's after the other's; sums out, to this rank's rows or to the peers.
+INLINE void move_tiles(const Params& p, const Work& w, const Buffer& b, int epoch) {
+  bool dead = load_flag(&p.control->abort);
+  uint32_t begun = 0;  // bit i: by peer i
+  long long for_partials = 0, for_results = 0, pushing = 0;
+  uint32_t filled_parity = 0, added_parity = 0;
+  // Of rank + 1 + i, this rank is source WORLD - 2 - i.
+  for (int i = 0; i < PEERS && blockIdx.x == 0 && !dead; i++) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
+  for (int n = w.first; n < w.total; n += w.at_once) {
+    Unit t = unit_at(n, w.units, p.lead);
+    Place at = place(t.number, w.down, w.across, p.across);
+    int row = row_of(at), column = at.column * BN, number = t.number * CLUSTER + cluster_place();
+    tma_wait_read();
+    if (t.own) {
+      for (int i = 0; i < PEERS; i++) {
+        if (i) {
+          barrier_wait(b.added, added_parity);
+          added_parity ^= 1;
+        }
+        int peer = (p.rank + 1 + i) % WORLD;
+        WAITING(for_partials, dead = dead || !wait_for(p.flags + i * p.stride + number, epoch, p.control, p.tag + (peer << 8)));
+        if (dead) {
+          *(volatile int*)b.poisoned = 1;
+          barrier_arrive(b.arrived);
+          continue;
+        }
+        proxy_fence();
+        barrier_expect(b.arrived, TILE_BYTES);
+        for (int j = 0; j < BOXES; j++) tma_load(b.tile + j * BOX_BYTES, &p.received, b.arrived, column + j * 64, row, i);
+      }
+    } else {
+      barrier_arrive(b.free);
+    }
+    WAITING(for_results, barrier_wait(b.filled, filled_parity));
+    filled_parity ^= 1;
+    if (t.own) {
+      for (int j = 0; j < BOXES; j++)
+        tma_store(&p.out, b.tile + j * BOX_BYTES, column + j * 64, p.first + row, ALL_ROWS ? p.rank : 0);
+      tma_commit();
+      if (!ALL_ROWS) continue;
+    }
+    // Nothing is computed any more that the last tile's pieces could hold up.
+    int pause = n + w.at_once < w.total ? p.pause : 0;
+    for (int i = t.own ? 0 : t.peer; i < (t.own ? PEERS : t.peer + 1) && !dead; i++) {
+      int source = PEERS - 1 - i, peer = (p.rank + 1 + i) % WORLD;
+      dead = !(begun >> i & 1) && !wait_for(p.begun + i, epoch, p.control, p.tag + (peer << 8));
+      if (dead) break;
+      begun |= 1u << i;
+      int* flag = p.peer_flags[i] + source * p.stride + number;
+      if (t.own)
+        WAITING(pushing, push(p, &p.given[i], flag + p.results_ahead, b.tile, at, source, pause / PEERS, epoch));
+      else
+        WAITING(pushing, push(p, &p.sent[i], flag, b.tile, at, source, pause, epoch));
+    }
+  }
+  tma_wait_written<0>();
+  WRITE_DOWN(p.profile, PARTIAL, for_partials);
+  WRITE_DOWN(p.profile, RESULT, for_results);
+  WRITE_DOWN(p.profile, PUSHING, pushing);
+  // All have read the epoch before the last one ends, and changes it.
+  if (atomicAdd(p.epoch + 1, 1) == gridDim.x - 1) {
+    *(volatile int*)(p.epoch + 1) = 0;
+    store_flag(p.epoch, epoch);
+  }
+}
+
 // One thread: the peers' results from where they arrive to their rows of out, as they arrive.
-INLINE void collect(const Params& p, uint32_t buffers, uint32_t fetched, int tiles, int across, int down, int epoch) {
+INLINE void collect(const Params& p, const Work& w, const Buffer& b, int epoch) {
   bool dead = load_flag(&p.control->abort), poisoned = false;
-  uint32_t parity = 0;
+  uint32_t buffers = b.tile + TILE_BYTES, parity = 0;
   int turn = 0;
-  for (int n = blockIdx.x; n < tiles * PEERS; n += gridDim.x) {
+  for (int n = blockIdx.x; n < w.units * CLUSTER * PEERS; n += gridDim.x) {
     int source = n % PEERS, number = n / PEERS, owner = (p.rank + 1 + source) % WORLD;
-    Place at = place(number / CLUSTER, down, across, p.across);
+    Place at = place(number / CLUSTER, w.down, w.across, p.across);
     int row = (at.row * CLUSTER + number % CLUSTER) * BM, column = at.column * BN;
     dead = dead || !wait_for(p.flags + p.results_ahead + source * p.stride + number, epoch, p.control, p.tag + (owner << 8));
     if (dead && !poisoned) {  // from now on, what is copied is not a number
@@ -99,9 +207,9 @@ INLINE void collect(const Params& p, uint32_t buffers, uint32_t fetched, int til
         uint32_t buffer = buffers + turn * COPY_BYTES;
         tma_wait_read<1>();
         if (!dead) {
-          barrier_expect(fetched, COPY_BYTES);
-          tma_load(buffer, &p.results, fetched, column + j * 64, row + r, source);
-          barrier_wait(fetched, parity);
+          barrier_expect(b.fetched, COPY_BYTES);
+          tma_load(buffer, &p.results, b.fetched, column + j * 64, row + r, source);
+          barrier_wait(b.fetched, parity);
           parity ^= 1;
         }
         tma_store(&p.copied, buffer, column + j * 64, p.first + row + r, owner);
@@ -112,167 +220,95 @@ INLINE void collect(const Params& p, uint32_t buffers, uint32_t fetched, int til
   tma_wait_written<0>();
 }
 
+// All threads of a multiplying warp group: a tile's product, with own rows what the peers have sent, and the bias.
+INLINE void multiply_units(const Params& p, Stages& stages, const Work& w, const Buffer& b, int group) {
+  int thread = threadIdx.x & 127, lane = threadIdx.x & 31, first_row = (group - 1) * 64 + thread / 32 * 16;
+  uint32_t free_parity = 0, arrived_parity = 0;
+  long long for_place = 0, begun = clock64();
+  float c[BN / 2];
+  for (int n = w.first; n < w.total; n += w.at_once) {
+    Unit t = unit_at(n, w.units, p.lead);
+    Place at = place(t.number, w.down, w.across, p.across);
+    multiply_tile(c, stages, w.steps, group - 1, thread);
+    int owner = t.own ? p.rank : (p.rank + 1 + t.peer) % WORLD, column = at.column * BN;
+    int row = owner * p.share + p.first + row_of(at) + first_row + lane / 4;
+#if FP8
+    scale_tile(c, p.a_scale, row, p.rows, p.b_scale, column, p.columns, lane);
+#endif
+    if (t.own) {
+      for (int i = 0; i < PEERS; i++) {
+        WAITING(for_place, barrier_wait(b.arrived, arrived_parity));
+        arrived_parity ^= 1;
+#pragma unroll
+        for (int j = 0; j < BN / 16; j++) {
+          uint32_t words[4];
+          tile_load(words, tile_address(b.tile, first_row, lane, j));
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            c[8 * j + 2 * k] += low_of(words[k]);
+            c[8 * j + 2 * k + 1] += high_of(words[k]);
+          }
+        }
+        if (i < PEERS - 1) {
+          asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
+          if (thread == 0) barrier_arrive(b.added);
+        }
+      }
+      add_bias(c, p.bias, column, p.columns, row < p.rows, row + 8 < p.rows, lane);
+      if (*(volatile int*)b.poisoned) {
+#pragma unroll
+        for (int i = 0; i < BN / 2; i++) c[i] = NOT_A_NUMBER;
+      }
+    } else {
+      WAITING(for_place, barrier_wait(b.free, free_parity));
+      free_parity ^= 1;
+    }
+#pragma unroll
+    for (int j = 0; j < BN / 16; j++) {
+      uint32_t words[4];
+      rounded(words, c, j);
+      tile_store(tile_address(b.tile, first_row, lane, j), words);
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
+    if (thread == 0) barrier_arrive(b.filled);
+  }
+  if (threadIdx.x == 128) {
+    WRITE_DOWN(p.profile, ALL, clock64() - begun);
+    WRITE_DOWN(p.profile, OPERANDS, stages.waited);
+    WRITE_DOWN(p.profile, PLACE, for_place);
+  }
+}
+
 extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_scatter(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES + 5];
   __shared__ int poisoned;
-  uint32_t data = (shared_address(memory) + 1023) & ~1023u, tile = data + STAGES * STAGE_BYTES;
+  uint32_t data = (shared_address(memory) + 1023) & ~1023u;
   Stages stages(data, shared_address(barriers));
-  // The tile's buffer is free; holds a result; holds a partial sum; and that has been read.
-  uint32_t free = stages.empty + 8 * STAGES, filled = free + 8, arrived = free + 16, added = free + 24, fetched = free + 32;
+  uint32_t more = stages.empty + 8 * STAGES;
+  Buffer buffer = {data + STAGES * STAGE_BYTES, more, more + 8, more + 16, more + 24, more + 32, &poisoned};
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     stages.init();
-    barrier_init(free, 1);
-    barrier_init(filled, 2);
-    barrier_init(arrived, 1);
-    barrier_init(added, 2);
-    barrier_init(fetched, 1);
-    poisoned = 0;
+    buffer.init();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   int epoch = after(load_flag(p.epoch));  // by all threads, before any of this CTA ends the call
   __syncthreads();
   cluster_sync();
-  // Below the last row there may be a tile of nothing: it is loaded as zeros, and not stored.
-  int down = (p.count + BM * CLUSTER - 1) / (BM * CLUSTER), across = (p.columns + BN - 1) / BN, units = down * across;
-  int steps = (p.inner + BK - 1) / BK, total = units * WORLD, first_unit = blockIdx.x / CLUSTER, at_once = gridDim.x / CLUSTER;
-
+  Work work(p);
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    if (warp == 0 && lane == 0) {
-      for (int n = first_unit; n < total; n += at_once) {
-        Unit t = unit_at(n, units, p.lead);
-        Place at = place(t.number, down, across, p.across);
-        int owner = t.own ? p.rank : (p.rank + 1 + t.peer) % WORLD;
-        stages.load(&p.a, &p.b, owner * p.share + p.first + row_of(at), at.column * BN, steps);
-      }
-      WRITE_DOWN(p.profile, STAGE, stages.waited);
-    } else if (warp == 1 && lane == 0) {
-      bool dead = load_flag(&p.control->abort);
-      uint32_t begun = 0;  // bit i: by peer i
-      long long for_partials = 0, for_results = 0, pushing = 0;
-      uint32_t filled_parity = 0, added_parity = 0;
-      // Of rank + 1 + i, this rank is source WORLD - 2 - i.
-      for (int i = 0; i < PEERS && blockIdx.x == 0 && !dead; i++) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
-      for (int n = first_unit; n < total; n += at_once) {
-        Unit t = unit_at(n, units, p.lead);
-        Place at = place(t.number, down, across, p.across);
-        int row = row_of(at), column = at.column * BN, number = t.number * CLUSTER + cluster_place();
-        tma_wait_read();
-        if (t.own) {
-          for (int i = 0; i < PEERS; i++) {
-            if (i) {
-              barrier_wait(added, added_parity);
-              added_parity ^= 1;
-            }
-            int peer = (p.rank + 1 + i) % WORLD;
-            WAITING(for_partials, dead = dead || !wait_for(p.flags + i * p.stride + number, epoch, p.control, p.tag + (peer << 8)));
-            if (dead) {
-              *(volatile int*)&poisoned = 1;
-              barrier_arrive(arrived);
-              continue;
-            }
-            proxy_fence();
-            barrier_expect(arrived, TILE_BYTES);
-            for (int j = 0; j < BOXES; j++)
-              tma_load(tile + j * BOX_BYTES, &p.received, arrived, column + j * 64, row, i);
-          }
-        } else {
-          barrier_arrive(free);
-        }
-        WAITING(for_results, barrier_wait(filled, filled_parity));
-        filled_parity ^= 1;
-        if (t.own) {
-          for (int j = 0; j < BOXES; j++)
-            tma_store(&p.out, tile + j * BOX_BYTES, column + j * 64, p.first + row, ALL_ROWS ? p.rank : 0);
-          tma_commit();
-          if (!ALL_ROWS) continue;
-        }
-        // Nothing is computed any more that the last tile's pieces could hold up.
-        int pause = n + at_once < total ? p.pause : 0;
-        for (int i = t.own ? 0 : t.peer; i < (t.own ? PEERS : t.peer + 1) && !dead; i++) {
-          int source = PEERS - 1 - i, peer = (p.rank + 1 + i) % WORLD;
-          dead = !(begun >> i & 1) && !wait_for(p.begun + i, epoch, p.control, p.tag + (peer << 8));
-          if (dead) break;
-          begun |= 1u << i;
-          int* flag = p.peer_flags[i] + source * p.stride + number;
-          if (t.own)
-            WAITING(pushing, push(p, &p.given[i], flag + p.results_ahead, tile, at, source, pause / PEERS, epoch));
-          else
-            WAITING(pushing, push(p, &p.sent[i], flag, tile, at, source, pause, epoch));
-        }
-      }
-      tma_wait_written<0>();
-      WRITE_DOWN(p.profile, PARTIAL, for_partials);
-      WRITE_DOWN(p.profile, RESULT, for_results);
-      WRITE_DOWN(p.profile, PUSHING, pushing);
-      // All have read the epoch before the last one ends, and changes it.
-      if (atomicAdd(p.epoch + 1, 1) == gridDim.x - 1) {
-        *(volatile int*)(p.epoch + 1) = 0;
-        store_flag(p.epoch, epoch);
-      }
-    } else if (ALL_ROWS && warp == 2 && lane == 0) {
-      collect(p, tile + TILE_BYTES, fetched, units * CLUSTER, across, down, epoch);
-    }
+    if (warp == 0 && lane == 0)
+      load_units(p, stages, work);
+    else if (warp == 1 && lane == 0)
+      move_tiles(p, work, buffer, epoch);
+    else if (ALL_ROWS && warp == 2 && lane == 0)
+      collect(p, work, buffer, epoch);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
-    int thread = threadIdx.x & 127, first_row = (group - 1) * 64 + thread / 32 * 16;
-    uint32_t free_parity = 0, arrived_parity = 0;
-    long long for_place = 0, begun = clock64();
-    float c[BN / 2];
-    for (int n = first_unit; n < total; n += at_once) {
-      Unit t = unit_at(n, units, p.lead);
-      Place at = place(t.number, down, across, p.across);
-      multiply_tile(c, stages, steps, group - 1, thread);
-      int owner = t.own ? p.rank : (p.rank + 1 + t.peer) % WORLD, column = at.column * BN;
-      int row = owner * p.share + p.first + row_of(at) + first_row + lane / 4;
-#if FP8
-      scale_tile(c, p.a_scale, row, p.rows, p.b_scale, column, p.columns, lane);
-#endif
-      if (t.own) {
-        for (int i = 0; i < PEERS; i++) {
-          WAITING(for_place, barrier_wait(arrived, arrived_parity));
-          arrived_parity ^= 1;
-#pragma unroll
-          for (int j = 0; j < BN / 16; j++) {
-            uint32_t words[4];
-            tile_load(words, tile_address(tile, first_row, lane, j));
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-              c[8 * j + 2 * k] += low_of(words[k]);
-              c[8 * j + 2 * k + 1] += high_of(words[k]);
-            }
-          }
-          if (i < PEERS - 1) {
-            asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
-            if (thread == 0) barrier_arrive(added);
-          }
-        }
-        add_bias(c, p.bias, column, p.columns, row < p.rows, row + 8 < p.rows, lane);
-        if (*(volatile int*)&poisoned) {
-#pragma unroll
-          for (int i = 0; i < BN / 2; i++) c[i] = NOT_A_NUMBER;
-        }
-      } else {
-        WAITING(for_place, barrier_wait(free, free_parity));
-        free_parity ^= 1;
-      }
-#pragma unroll
-      for (int j = 0; j < BN / 16; j++) {
-        uint32_t words[4];
-        rounded(words, c, j);
-        tile_store(tile_address(tile, first_row, lane, j), words);
-      }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
-      if (thread == 0) barrier_arrive(filled);
-    }
-    if (threadIdx.x == 128) {
-      WRITE_DOWN(p.profile, ALL, clock64() - begun);
-      WRITE_DOWN(p.profile, OPERANDS, stages.waited);
-      WRITE_DOWN(p.profile, PLACE, for_place);
-    }
+    multiply_units(p, stages, work, buffer, group);
   }
   cluster_sync();  // no CTA leaves while another may still signal it
 }
