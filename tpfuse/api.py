@@ -125,7 +125,7 @@ def _request(model: torch.nn.Module, config: Any, strict: bool, compile_options:
         raise ConfigError("mode and options exclude each other, as in torch.compile")
     options = CompileOptions.of(compile_options)
     loaded = FusionConfig.load(config)
-    fusions = loaded.resolve(pipeline.unavailable())
+    fusions = pipeline.resolve(loaded)
     _check_kernels(loaded, model)
     modules = hashlib.sha256(repr([(n, type(m).__qualname__) for n, m in model.named_modules()]).encode()).hexdigest()
     proposal = {

@@ -193,10 +193,11 @@ class FusionConfig:
 
     # -- what it comes to --------------------------------------------------------------------------------------------
 
-    def resolve(self, unavailable: Mapping[str, str]) -> dict[str, Resolved]:
+    def resolve(self, unavailable: Mapping[str, str], by_name_only: Mapping[str, str] | None = None) -> dict[str, Resolved]:
         """Per fusion: on or off, and why.
 
-        unavailable  fusion -> why this version, machine or model cannot do it; a fusion that is not in it can be done
+        unavailable   fusion -> why this version, machine or model cannot do it; a fusion that is not in it can be done
+        by_name_only  fusion -> why no level turns it on
         Raises ConfigError: a fusion, or a tuning field of one, was asked for by name and is unavailable.
         """
         resolved = {}
@@ -208,6 +209,8 @@ class FusionConfig:
                 resolved[name] = Resolved(False, True, f"{name}=False")
             elif missing:
                 resolved[name] = Resolved(False, False, missing)
+            elif wanted is None and name in (by_name_only or {}):
+                resolved[name] = Resolved(False, False, (by_name_only or {})[name])
             elif wanted is None and int(self.optimization_level) < level:
                 resolved[name] = Resolved(False, False, f"optimization_level={self.optimization_level}")
             else:

@@ -127,7 +127,7 @@ def parse(
     if args.model and not os.path.isdir(args.model):
         parser.error(f"--model: no folder {args.model!r}")
     try:
-        tpfuse.FusionConfig.load(args.fields).resolve(pipeline.unavailable())
+        pipeline.resolve(tpfuse.FusionConfig.load(args.fields))
     except tpfuse.ConfigError as error:
         parser.error(f"--set: {error}")
     return args

@@ -118,8 +118,9 @@ class Backend(TpfuseBackend):
     """Keeps the graphs that went to code generation, and the conditions on their symbols."""
 
     def __init__(self, config: Any = None, **kwargs: Any) -> None:
-        fusions = FusionConfig.load(config).resolve(pipeline.unavailable())
-        super().__init__(fusions, Recorder(fusions), **kwargs)
+        loaded = FusionConfig.load(config)
+        fusions = pipeline.resolve(loaded)
+        super().__init__(fusions, Recorder(fusions), config=loaded, **kwargs)
         self.graphs: list[torch.fx.GraphModule] = []
         self.guards: list[list[str]] = []
 

@@ -89,7 +89,8 @@ class TpfuseBackend:
         start = time.perf_counter()
         megabytes = self.config.fi_allreduce_fusion_max_size_mb
         wish = Wish(self.config.allreduce_rms_kernel, None if megabytes is None else int(megabytes * 2**20))
-        context = Context(self.fusions, self.recorder, self.variant, self.places, all(answers), wish, self.rows)
+        fewest = self.config.sp_min_token_num
+        context = Context(self.fusions, self.recorder, self.variant, self.places, all(answers), wish, self.rows, fewest)
         pipeline.run(module, context, training=not kwargs.get("is_inference", False))
         self.recorder.graphs += 1
         self.recorder.pass_seconds += time.perf_counter() - start
@@ -137,7 +138,7 @@ def tpfuse_backend(
     report, and knows Hugging Face's ``generate``.
     """
     config = FusionConfig(optimization_level=0) if is_disabled() else FusionConfig()
-    fusions = config.resolve(pipeline.unavailable())
+    fusions = pipeline.resolve(config)
     backend = TpfuseBackend(fusions, Recorder(fusions), agree=_agree, mode=mode, options=options)
     return backend(module, example_inputs)
 

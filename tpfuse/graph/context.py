@@ -16,12 +16,16 @@ from tpfuse.tokens import MOST_ROWS
 
 #: The field of FusionConfig that norms are raised, all-reduces merged and both fused for.
 FUSION = "fuse_allreduce_rms"
+#: The one that rows are sharded for.
+SEQUENCE_PARALLEL = "enable_sp"
 
 
 class Context:
     """State of one run of the pipeline over one graph.
 
     ranks_alike  whether the ranks of its groups have the same graph: else only what changes no collective may be done
+    rows         the fewest and the most rows of a call
+    sp_min_rows  rows from which they may be sharded; None: any number
     """
 
     def __init__(
@@ -33,10 +37,11 @@ class Context:
         ranks_alike: bool,
         wish: Wish = ANY,
         rows: tuple[int, int] = (1, MOST_ROWS),
+        sp_min_rows: int | None = None,
     ) -> None:
         self.fusions = fusions
         self.ranks_alike = ranks_alike
-        self.wish, self.rows = wish, rows
+        self.wish, self.rows, self.sp_min_rows = wish, rows, sp_min_rows
         self.variant = variant
         self.rewrites = 0
         self.look_alikes: dict[Node, tuple[str, str]] = {}  # what a look-alike normalises -> (op, reason)

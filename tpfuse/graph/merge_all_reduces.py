@@ -12,7 +12,7 @@ from functools import reduce as fold
 from torch.fx import Graph
 
 from tpfuse.comm import groups
-from tpfuse.graph.context import FUSION, Context
+from tpfuse.graph.context import FUSION, SEQUENCE_PARALLEL, Context
 from tpfuse.graph.nodes import (
     ADD,
     ALL_REDUCE,
@@ -43,7 +43,7 @@ class _Term:
 
 
 def run(graph: Graph, context: Context) -> None:
-    if not context.fusions[FUSION].on or not context.ranks_alike:
+    if not (context.fusions[FUSION].on or context.fusions[SEQUENCE_PARALLEL].on) or not context.ranks_alike:
         return
     for root in list(graph.nodes):
         if plain_binary(root, ADD) and is_tensor(root) and not _is_inner(root):

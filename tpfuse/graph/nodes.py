@@ -20,6 +20,8 @@ Node: TypeAlias = Any
 aten, prims, collectives = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 
 ALL_REDUCE = collectives.all_reduce.default
+REDUCE_SCATTER = collectives.reduce_scatter_tensor.default
+ALL_GATHER = collectives.all_gather_into_tensor.default
 #: Other spellings, which are listed and left.
 OTHER_ALL_REDUCES = {
     collectives.all_reduce_.default: "it reduces in place, in a form that tpfuse does not rewrite",
@@ -43,6 +45,7 @@ COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
 
 #: What a new node takes over from the one it stands for.
 WHERE, ORDER = "tpfuse_where", "tpfuse_order"  # places in the model, position in the graph (Context.locate)
+SHARDED = "tpfuse_sharded"  # marks a node that computes this rank's rows only
 INHERITED = ("nn_module_stack", "stack_trace", WHERE, ORDER)
 
 
@@ -170,13 +173,21 @@ def reapply(graph: Graph, views: Iterable[Node], source: Node, *, like: Node) ->
     return source
 
 
-def emit(graph: Graph, target: Callable, args: tuple, kwargs: dict[str, Any] | None = None, *, like: Node) -> Node:
-    """Add a call at the graph's insertion point, with its fake value; where it came from is taken from ``like``."""
+def emit(
+    graph: Graph, target: Callable, args: tuple, kwargs: dict[str, Any] | None = None, *, like: Node, fake: Any = None
+) -> Node:
+    """Add a call at the graph's insertion point, with its fake value; where it came from is taken from ``like``.
+
+    fake  its value, where running the operation on fake values would ask something about symbols
+    """
     kwargs = kwargs or {}
     node = graph.call_function(target, args, kwargs)
     for key in INHERITED:
         if key in like.meta:
             node.meta[key] = like.meta[key]
+    if fake is not None:
+        node.meta["val"] = fake
+        return node
     fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
     mode = detect_fake_mode(torch.utils._pytree.tree_leaves((fake_args, fake_kwargs)))
     if mode is not None:

@@ -1,7 +1,8 @@
 """The passes over one graph, in their order.
 
-raise   first: fusions only know canonical norms
-merge   before fusing: two all-reduces that meet in a sum are one site
+merge   first: two all-reduces that meet in a sum are one site
+shard   before norms are looked for: it takes all-reduces that a fusion with a norm would, and norms by their parts
+raise   before fusing: fusions only know canonical norms
 fuse    takes canonical nodes, one pass per fusion
 plain   after fusing: an all-reduce that no fusion took is still one
 lower   what nobody took becomes what it was
@@ -15,15 +16,16 @@ from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule
 
-from tpfuse.config import FUSION_LEVELS
-from tpfuse.graph import all_reduce, all_reduce_rms_norm, lower, merge_all_reduces, order, raise_
-from tpfuse.graph.context import FUSION, Context
+from tpfuse.config import FUSION_LEVELS, FusionConfig, Resolved
+from tpfuse.graph import all_reduce, all_reduce_rms_norm, lower, merge_all_reduces, order, raise_, sequence_parallel
+from tpfuse.graph.context import FUSION, SEQUENCE_PARALLEL, Context
 from tpfuse.graph.nodes import ALL_REDUCE, OTHER_ALL_REDUCES, is_call, value
 from tpfuse.ops.all_reduce import OP as PLAIN_OP
 from tpfuse.ops.all_reduce_rms_norm import OP as FUSED_OP
 
 PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     merge_all_reduces.run,
+    sequence_parallel.run,
     raise_.run,
     all_reduce_rms_norm.run,
     all_reduce.run,
@@ -32,12 +34,19 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
 )
 
 #: Fusions that this version has a pass for, and the operation that each of them puts into a graph.
-OPS = {FUSION: all_reduce_rms_norm.NAME}
+OPS = {FUSION: all_reduce_rms_norm.NAME, SEQUENCE_PARALLEL: "reduce_scatter_tensor"}
+#: Those that no level turns on, with the reason.
+BY_NAME_ONLY = {SEQUENCE_PARALLEL: "only where it is asked for by name"}
 
 
 def unavailable() -> dict[str, str]:
     """Fusions that this version cannot do on any machine, with the reason."""
     return {name: "not in this version of tpfuse" for name in FUSION_LEVELS if name not in OPS}
+
+
+def resolve(config: FusionConfig) -> dict[str, Resolved]:
+    """What the configuration comes to in this version. Raises ConfigError: it cannot be honoured."""
+    return config.resolve(unavailable(), BY_NAME_ONLY)
 
 
 def group_names(graph: Graph) -> list[str]:

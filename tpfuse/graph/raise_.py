@@ -24,6 +24,7 @@ from tpfuse.graph.nodes import (
     ADD,
     CONVERT,
     MUL,
+    SHARDED,
     Node,
     aten,
     dtype,
@@ -66,8 +67,8 @@ class _Norm:
 def run(graph: Graph, context: Context) -> None:
     for node in list(graph.nodes):
         root = _inverse_root(node)
-        if root is None:
-            continue
+        if root is None or node.meta.get(SHARDED):
+            continue  # no root, or one of this rank's rows, which no fusion takes
         found = _match(node, *root)
         if isinstance(found, LookAlike):
             context.look_alikes.setdefault(found.x, (found.op, found.reason))

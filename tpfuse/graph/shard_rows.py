@@ -1,0 +1,226 @@
+"""Rewriting a graph so that chosen values exist as this rank's rows only.
+
+Nodes are visited in the order of the graph. A chosen value is computed again, on rows, in front of where it was computed;
+the first node that needs all of it finds an all-gather in front of itself, which others share. Fake values are made from
+shapes, never by running operations on them: those ask whether a row count is one, and torch would compile anew for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from tpfuse.comm import groups
+from tpfuse.graph import rows as rowwise
+from tpfuse.graph.nodes import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COPIES,
+    REDUCE_SCATTER,
+    SHARDED,
+    VIEWS,
+    WAIT,
+    Node,
+    aten,
+    emit,
+    erase_unused,
+    is_call,
+    is_contiguous,
+    same_sizes,
+    statically_known_true,
+    value,
+)
+from tpfuse.graph.rows import Rows
+from tpfuse.graph.sizes import Sizes, number_or_value
+
+
+class Rewriter:
+    """One region of a graph.
+
+    rows   its members
+    kept   values of them (all-reduces and what is computed) that are to be sharded
+    """
+
+    def __init__(self, graph: Graph, rows: Rows, kept: set[Node], sizes: Sizes) -> None:
+        self._graph, self._rows, self._kept, self._sizes = graph, rows, kept, sizes
+        self._ranks, self._rank = groups.size(rows.group), groups.resolve(rows.group).rank()
+        self._count: Any = sizes.of(rows.count)
+        self._even = statically_known_true(rows.count % self._ranks == 0)
+        up = self._count if self._even else sizes.add(self._count, self._ranks - 1)
+        self._share: Any = sizes.divide(up, self._ranks)  # rows of a rank
+        self._padded: Any = self._count if self._even else sizes.multiply(self._share, self._ranks)
+        self._local: dict[Node, Node] = {}  # value -> this rank's rows of it
+        self._sliced: dict[Node, Node] = {}  # what stays whole -> this rank's rows of it
+        self._gathered: dict[Node, Node] = {}  # value -> all rows of it, as a matrix
+        self._shaped: dict[Node, Node] = {}  # the same in its own shape
+        self._like: Node | None = None
+
+    def run(self) -> None:
+        graph = self._graph
+        members = [node for node, root in self._rows.members.items() if root in self._kept]
+        standing = self._standing(members)
+        for node in list(graph.nodes):
+            root = self._rows.members.get(node)
+            self._like = node
+            if root not in self._kept or node in standing or is_call(node, ALL_REDUCE):
+                for source in node.all_input_nodes:
+                    if self._rows.members.get(source) in self._kept and source not in standing:
+                        with graph.inserting_before(node):
+                            node.replace_input_with(source, self._whole(source))
+            if root is node and root in self._kept:
+                with graph.inserting_before(node):
+                    self._local[node] = self._scatter(node) if is_call(node, ALL_REDUCE) else self._compute(node)
+        inputs = [node.args[0] for node in members if is_call(node, ALL_REDUCE)]
+        for node in reversed([node for node in members if node not in standing]):
+            graph.erase_node(node)
+        for node in dict.fromkeys(inputs):
+            if not node.users:
+                erase_unused(graph, node)
+
+    def _standing(self, members: list[Node]) -> set[Node]:
+        """Views and copies of sharded values that stay in the graph, of the gathered value: what reads them needs all rows.
+
+        A view that is nothing but the rows, as a matrix, is the gathered value itself.
+        """
+        standing: set[Node] = set()
+        for node in reversed(members):
+            stays = is_call(node, *VIEWS, *COPIES) and not self._is_matrix(node)
+            if stays and any(self._needs_whole(user) or user in standing for user in node.users):
+                standing.add(node)
+        return standing
+
+    def _needs_whole(self, user: Node) -> bool:
+        return self._rows.members.get(user) not in self._kept or is_call(user, ALL_REDUCE)
+
+    def _is_matrix(self, node: Node) -> bool:
+        """Whether a view has exactly the rows of its value, with no copy in between."""
+        if value(node).dim() != 2:
+            return False
+        while is_call(node, *VIEWS):
+            node = node.args[0]
+        return not is_call(node, *COPIES)
+
+    # -- this rank's rows ------------------------------------------------------------------------------------------------
+
+    def _scatter(self, reduce: Node) -> Node:
+        """The reduce-scatter that takes the all-reduce's place."""
+        matrix = self._pad(self._matrix(reduce.args[0], dense=True))
+        arguments = (matrix, "sum", self._ranks, self._rows.group)
+        return self._emit(WAIT, (self._emit(REDUCE_SCATTER, arguments, self._share, matrix),), self._share, matrix)
+
+    def _compute(self, node: Node) -> Node:
+        """A row-wise operation on this rank's rows."""
+        args = torch.fx.map_arg(node.args, lambda operand: self._operand(operand, node))
+        kwargs: dict[str, Any] = torch.fx.map_arg(node.kwargs, lambda operand: self._operand(operand, node))
+        if node.target in rowwise.REDUCTIONS:
+            args, kwargs = _over_last(args, kwargs)
+        return self._emit(node.target, args, self._share, node, kwargs)
+
+    def _operand(self, operand: Node, node: Node) -> Node:
+        root = self._rows.members.get(operand)
+        if root in self._kept:
+            return self._local[root]
+        if operand not in self._rows.members and rowwise.is_same_on_all_rows(operand, node):
+            return operand if value(operand).dim() <= 2 else self._vector(operand)
+        if operand not in self._sliced:
+            blocks = (self._ranks, self._share, value(operand).shape[-1])
+            padded = self._pad(self._matrix(operand))
+            stacked = self._emit(aten.reshape.default, (padded, list(blocks)), blocks, operand)
+            self._sliced[operand] = self._emit(aten.select.int, (stacked, 0, self._rank), self._share, operand)
+        return self._sliced[operand]
+
+    def _vector(self, operand: Node) -> Node:
+        size = value(operand).shape[-1]
+        return self._emit(aten.reshape.default, (operand, [size]), (size,), operand)
+
+    def _matrix(self, node: Node, dense: bool = False) -> Node:
+        """[rows, last] of a tensor with rows; what was a matrix before views and copies is taken from there.
+
+        dense  collectives read memory as it is
+        """
+        found, source = None, node
+        while True:
+            if value(source).dim() == 2 and (not dense or is_contiguous(source)):
+                found = source
+            if not dense or not is_call(source, *VIEWS, *COPIES) or not _keeps_rows(source):
+                break
+            source = source.args[0]
+        if found is not None:
+            return found
+        if dense and not is_contiguous(node):
+            like = value(node).shape
+            node = self._emit(aten.clone.default, (node,), like, node, {"memory_format": torch.contiguous_format})
+        if value(node).dim() == 2:
+            return node
+        return self._emit(aten.reshape.default, (node, [self._count, value(node).shape[-1]]), self._count, node)
+
+    def _pad(self, matrix: Node) -> Node:
+        """Zeros below, so that every rank has equally many rows."""
+        if self._even:
+            return matrix
+        missing = self._sizes.subtract(self._padded, self._count)
+        return self._emit(aten.constant_pad_nd.default, (matrix, [0, 0, 0, missing], 0), self._padded, matrix)
+
+    # -- all rows --------------------------------------------------------------------------------------------------------
+
+    def _whole(self, node: Node) -> Node:
+        """All rows of a member that is sharded."""
+        root = self._rows.members[node]
+        if root not in self._gathered:
+            local = self._local[root]
+            gather = self._emit(ALL_GATHER, (local, self._ranks, self._rows.group), self._padded, local, like=root)
+            found = self._emit(WAIT, (gather,), self._padded, local, like=root)
+            if not self._even:
+                found = self._emit(aten.slice.Tensor, (found, 0, 0, self._count), self._count, local, like=root)
+            self._gathered[root] = found
+        if value(node).dim() == 2:
+            return self._gathered[root]
+        if root not in self._shaped:
+            shape = [self._sizes.of(size) for size in value(root).shape]
+            source = self._gathered[root]
+            self._shaped[root] = self._emit(aten.reshape.default, (source, shape), value(root).shape, source, like=root)
+        return self._shaped[root]
+
+    # -- nodes -----------------------------------------------------------------------------------------------------------
+
+    def _emit(
+        self,
+        target: Callable,
+        args: tuple,
+        shape: Any,
+        model: Node,
+        kwargs: dict[str, Any] | None = None,
+        like: Node | None = None,
+    ) -> Node:
+        """A node whose value has this shape (or this many rows), and dtype (and last dimension) of what ``model`` has."""
+        node = emit(
+            self._graph,
+            target,
+            args,
+            kwargs,
+            like=like or self._like or model,
+            fake=torch.utils._pytree.tree_map(lambda tensor: _resized(tensor, shape), value(model)),
+        )
+        node.meta[SHARDED] = True
+        return node
+
+
+def _resized(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
+    """An empty tensor like this one: of that shape, or a matrix of that many rows."""
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape, tensor.shape[-1])
+    return tensor.new_empty([number_or_value(size) for size in sizes])
+
+
+def _keeps_rows(view: Node) -> bool:
+    source = value(view.args[0])
+    return source.dim() > 1 and same_sizes(value(view).shape[-1:], source.shape[-1:])
+
+
+def _over_last(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of a reduction over the last dimension of a matrix."""
+    if "dim" in kwargs:
+        return args, {**kwargs, "dim": [-1]}
+    return (args[0], [-1], *args[2:]), kwargs
