@@ -95,6 +95,18 @@ class Recorder:
         return Report(tuple(self._sites), tuple(self._notes), dict(self.fusions), self.graphs, self.pass_seconds)
 
 
+def _outcomes(report: Report) -> dict[str, set[str]]:
+    """What became of the all-reduce at each place, over all graphs: what one fusion left, another may have taken."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for s in report.sites:
+        if s.op == "all_reduce":
+            found.setdefault(s.where, {}).setdefault(s.fusion, set()).add(s.outcome)
+    return {
+        where: next(({o} for o in ("fused", "merged") if {o} in by_fusion.values()), set().union(*by_fusion.values()))
+        for where, by_fusion in found.items()
+    }
+
+
 def _table(report: Report) -> list[str]:
     """Lines of the printed report: sites that differ only in a layer's number share a row."""
     rows: dict[tuple[str, ...], set[str]] = {}
@@ -107,10 +119,7 @@ def _table(report: Report) -> list[str]:
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    places: dict[str, set[str]] = {}
-    for s in report.sites:
-        if s.op == "all_reduce":
-            places.setdefault(s.where, set()).add(s.outcome)
+    places = _outcomes(report)
     fused, merged, left = (sum(outcomes == {o} for outcomes in places.values()) for o in ("fused", "merged", "skipped"))
     mixed = len(places) - fused - merged - left
     total = f"all-reduces: {fused} fused, {merged} merged, {left} left" + (

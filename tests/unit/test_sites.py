@@ -347,5 +347,5 @@ def test_strict_and_explicit():
     tpfuse.apply(NoNorm())(x)
     strict = tpfuse.apply(Model(), strict=True)
     strict(values(5, 16, dtype=torch.float32))
-    with pytest.raises(tpfuse.ConfigError, match="enable_sp=True"):
-        tpfuse.apply(Model(), {"enable_sp": True})
+    with pytest.raises(tpfuse.ConfigError, match="fuse_gemm_comms=True"):
+        tpfuse.apply(Model(), {"fuse_gemm_comms": True})

@@ -3,12 +3,15 @@
 Of S bytes a rank sends (n-1)/n S in a reduce-scatter or an all-gather, and 2 (n-1)/n S in an all-reduce. A value that is
 computed whole needs whole operands. One that is sharded is gathered once, if anything needs it whole; a whole one is
 sharded for nothing, by reading some of its rows. Among placements that move equally little, the one that computes the least
-whole wins; a sum that is gathered at once stays an all-reduce. It is a minimum cut, whole values on the side of the source:
+whole wins. It is a minimum cut, whole values on the side of the source:
 
     value -> sink           cap: what it costs more to have it whole from the start (half an all-reduce, the computing)
     gathered -> value       cap: its gather; cut where the value is sharded, but a whole one is needed
     reader -> gathered      never cut: what is computed whole reads it whole
     source -> gathered      never cut: something that is not row-wise reads it
+
+What then moves no fewer bytes and holds no norm stays as it is: an addition or a scale costs next to nothing whole, where
+it is part of what comes after it, and there would be two collectives to start instead of one.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ class Value:
     """A value of a region.
 
     row_bytes  bytes of one row of it; None: it cannot be gathered (several tensors at once)
-    reduced    a collective gives it: else it is computed from other values
+    reduced    an all-reduce gives it: else it is computed from other values
+    over_last  it is a reduction over the last dimension, as there is one in every norm
     readers    values that are computed from it row by row
     whole      something reads all rows of it
     """
 
     row_bytes: int | None
     reduced: bool
+    over_last: bool
     readers: tuple[Node, ...]
     whole: bool
 
@@ -63,7 +68,27 @@ def sharded(values: Mapping[Node, Value]) -> set[Node]:
         if v.whole:
             cut.add_edge("source", gathered)
     _, (_, sink_side) = networkx.minimum_cut(cut, "source", "sink")
-    return {node for node in values if index[node] in sink_side}
+    return _worthwhile(values, {node for node in values if index[node] in sink_side})
+
+
+def _worthwhile(values: Mapping[Node, Value], chosen: set[Node]) -> set[Node]:
+    """Without the parts that move as many bytes as before and hold no norm."""
+    import networkx
+
+    connected: Any = networkx.Graph()
+    connected.add_nodes_from(chosen)
+    connected.add_edges_from((node, r) for node in chosen for r in values[node].readers if r in chosen)
+    kept: set[Node] = set()
+    for part in networkx.connected_components(connected):
+        before = sum(2 * (values[node].row_bytes or 0) for node in part if values[node].reduced)
+        after = before // 2
+        for node in part:
+            if values[node].whole or any(reader not in chosen for reader in values[node].readers):
+                after += values[node].row_bytes or 0
+        assert after <= before, "the cut was no minimum"
+        if after < before or any(values[node].over_last for node in part):
+            kept |= part
+    return kept
 
 
 def _computing(v: Value) -> int:

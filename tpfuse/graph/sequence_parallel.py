@@ -84,7 +84,11 @@ def _values(rows: Rows) -> dict[Node, placement.Value]:
                 readers[root].setdefault(reader)
     return {
         root: placement.Value(
-            row_bytes=_row_bytes(root), reduced=is_call(root, ALL_REDUCE), readers=tuple(found), whole=whole[root]
+            row_bytes=_row_bytes(root),
+            reduced=is_call(root, ALL_REDUCE),
+            over_last=is_call(root, *rowwise.REDUCTIONS),
+            readers=tuple(found),
+            whole=whole[root],
         )
         for root, found in readers.items()
     }
@@ -152,4 +156,4 @@ def _why_not(reduce: Node, rows: Rows) -> str:
     blocked = ", ".join(dict.fromkeys(rows.blocked[user] for user in users if user in rows.blocked))
     if all(user in rows.blocked for user in users):
         return f"all rows are needed at once by {blocked}" if blocked else "nothing uses it"
-    return "gathering what is needed whole would move as many bytes as it saves" + (f": by {blocked}" if blocked else "")
+    return "its rows are needed whole again too soon for a norm to be sharded, or too often"

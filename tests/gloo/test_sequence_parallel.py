@@ -1,0 +1,122 @@
+"""Rows sharded between the all-reduces of Hugging Face models, on CPU ranks: same logits, same tokens, any row count.
+
+Families and three ranks with graphs run by an interpreter, Llama with the real Inductor.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import tpfuse
+from tpfuse.models.families import build, build_sharded, family_config
+from tpfuse.testing import interpret_graphs, spawn
+
+FUSION = "enable_sp"
+FP32 = 1e-5
+#: Family -> all-reduces of its two layers that become reduce-scatters, and all-gathers of sharded rows.
+EXPECTED = {"llama": (4, 4), "gemma3": (5, 5), "cohere": (3, 3), "mixtral": (4, 4)}
+#: Rows: one, fewer than ranks, odd, even, several in a batch.
+SHAPES = [(1, 1), (1, 2), (1, 3), (1, 5), (2, 8), (3, 7)]
+#: Three ranks need three of everything that is sharded.
+THREE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 96, "vocab_size": 129}
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+def _model(family: str, **overrides):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return build_sharded(family_config(family, **overrides), mesh, torch.float32)
+
+
+def _ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def _logits(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def _generate(model, ids: torch.Tensor, **kwargs) -> torch.Tensor:
+    return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None, **kwargs)
+
+
+def _gathers_of_rows(graph: torch.fx.GraphModule) -> int:
+    """All-gathers, those of a model's own sharded columns aside: they gather what a GEMM made."""
+    gathers = [n for n in graph.graph.nodes if n.target is ALL_GATHER]
+    return sum(n.meta.get("tpfuse_sharded", False) for n in gathers)
+
+
+def _family(rank: int, family: str, overrides: dict[str, int]) -> dict[str, object]:
+    with interpret_graphs() as graphs:
+        model, whole = _model(family, **overrides), build(family_config(family, **overrides), "cpu", torch.float32)
+        plain = {shape: _logits(model, _ids(*shape)) for shape in SHAPES}
+        single = {shape: _logits(whole, _ids(*shape)) for shape in SHAPES}
+        tokens = [_generate(model, _ids(2, length)) for length in (9, 4)]
+        static = _generate(model, _ids(2, 9), cache_implementation="static")
+        tpfuse.apply(model, {"enable_sp": True}, fullgraph=True)
+        got = {shape: _logits(model, _ids(*shape)) for shape in SHAPES}
+        calls = [n.target for n in graphs[0].graph.nodes]
+        report = tpfuse.explain(model)
+        return {
+            "sharded": max((got[s] - plain[s]).abs().max().item() for s in SHAPES),
+            "unsharded": max((got[s] - single[s]).abs().max().item() for s in SHAPES),
+            "counts": (calls.count(REDUCE_SCATTER), _gathers_of_rows(graphs[0]), calls.count(ALL_REDUCE)),
+            "fused": report.count(FUSION),
+            "left": report.count(FUSION, "skipped"),
+            "table": str(report),
+            "graphs": report.graphs,
+            "tokens": all(torch.equal(_generate(model, _ids(2, n)), t) for n, t in zip((9, 4), tokens, strict=True)),
+            "static": torch.equal(_generate(model, _ids(2, 9), cache_implementation="static"), static),
+            "fused after generate": tpfuse.explain(model).count(FUSION),
+        }
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("llama", 2), ("llama", 3), ("gemma3", 2), ("cohere", 2), ("mixtral", 2)], ids=str
+)
+def test_family(family, ranks):
+    scattered, gathered = EXPECTED[family]
+    for found in spawn(_family, ranks, family, THREE if ranks == 3 else {}, timeout_s=280):
+        assert found["sharded"] < FP32 and found["unsharded"] < FP32, found
+        assert found["counts"] == (scattered, gathered, 0)
+        assert found["fused"] == found["fused after generate"] == scattered and found["left"] == 0
+        assert f"{scattered} fused" in found["table"] and "reduce_scatter" in found["table"]
+        assert found["tokens"] and found["static"]
+
+
+def _inductor(rank: int, folder: str) -> dict[str, object]:
+    import os
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    counters = torch._dynamo.utils.counters
+    model = _model("llama", num_hidden_layers=1)
+    shapes = [(1, 3), (1, 2), (1, 5), (1, 8), (1, 129)]
+    expected = {shape: _logits(model, _ids(*shape)) for shape in shapes}
+    counters.clear()
+    plain = torch.compile(lambda ids: model(ids, use_cache=False).logits, backend="aot_eager")
+    with torch.no_grad():
+        for shape in shapes:
+            plain(_ids(*shape))
+    plain_graphs = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    counters.clear()
+    tpfuse.apply(model, {"enable_sp": True}, fullgraph=True)
+    errors = [(_logits(model, _ids(*shape)) - expected[shape]).abs().max().item() for shape in shapes]
+    return {
+        "error": max(errors),
+        "graphs": (counters["stats"]["unique_graphs"], plain_graphs),
+        "fused": tpfuse.explain(model).count(FUSION),
+    }
+
+
+def test_inductor_over_many_shapes(tmp_path):
+    """The second call makes the length dynamic, with one row a rank in it: no more graphs than without us."""
+    for found in spawn(_inductor, 2, str(tmp_path), timeout_s=290):
+        assert found["error"] < FP32
+        assert found["graphs"][0] <= found["graphs"][1]
+        assert found["fused"] == 2
