@@ -17,9 +17,9 @@ from tpfuse.testing import interpret_graphs, spawn
 FUSION = "enable_sp"
 FP32 = 1e-5
 #: Family -> all-reduces of its two layers that become reduce-scatters, and all-gathers of sharded rows.
-EXPECTED = {"llama": (4, 4), "gemma3": (5, 5), "cohere": (3, 3), "mixtral": (4, 4)}
-#: Rows: one, fewer than ranks, odd, even, several in a batch.
-SHAPES = [(1, 1), (1, 2), (1, 3), (1, 5), (2, 8), (3, 7)]
+EXPECTED = {"llama": (4, 4), "gemma3": (5, 5), "cohere": (3, 3)}
+#: Rows: one, odd, even, several in a batch.
+SHAPES = [(1, 1), (1, 5), (2, 8), (3, 7)]
 #: Three ranks need three of everything that is sharded.
 THREE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 96, "vocab_size": 129}
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
@@ -76,9 +76,7 @@ def _family(rank: int, family: str, overrides: dict[str, int]) -> dict[str, obje
         }
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks"), [("llama", 2), ("llama", 3), ("gemma3", 2), ("cohere", 2), ("mixtral", 2)], ids=str
-)
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 2), ("llama", 3), ("gemma3", 2), ("cohere", 2)], ids=str)
 def test_family(family, ranks):
     scattered, gathered = EXPECTED[family]
     for found in spawn(_family, ranks, family, THREE if ranks == 3 else {}, timeout_s=280):
