@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.unit import norms, ranks
 from tests.unit.graphs import FUSED, Backend, PlainBackend, all_reduce, values, world
 from tests.unit.ranks import ALL_REDUCE
+from tpfuse.testing import fake_world
 
 D, H = 16, 24
 BOTH = {"enable_sp": True}
@@ -515,6 +516,22 @@ def test_no_condition_on_the_row_count(first):
             assert len(backend.graphs) == 1
             guards.append(backend.guards)
     assert guards[0] == guards[1]
+
+
+def test_inductor_asks_for_no_condition_either():
+    """From one row a rank on: mark_dynamic raises if generating code specialises the row count or shuts any of them out."""
+
+    def function(h, w, a, b):
+        return norm(h + all_reduce(partial(h, a, b)), w) @ a
+
+    with fake_world(2), torch.no_grad():
+        backend = Backend(ON)
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        for rows in (2, 5, 9, 2):
+            h, *rest = inputs(1, rows, D)(0)
+            torch._dynamo.mark_dynamic(h, 0)
+            assert compiled(h, *rest).shape == (rows, H)
+    assert len(backend.graphs) == 1 and backend.recorder.report().count("enable_sp") == 1
 
 
 def test_hidden_size_that_varies():

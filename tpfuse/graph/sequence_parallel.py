@@ -4,8 +4,8 @@
 
 No norm or block is looked for: what is row-wise follows from each operation (``rows``), and where to gather is whatever
 moves the fewest bytes (``placement``), which is never more than before. Rows are all dimensions but the last, flattened;
-each rank has ceil(rows / ranks) of them, the last ones filled up with zeros that nobody reads. What stays whole enters by
-the rows that are this rank's; a residual thus stays sharded from block to block.
+each rank has ceil(rows / ranks) of them (one more where their number varies), filled up with zeros that nobody reads. What
+stays whole enters by the rows that are this rank's; a residual thus stays sharded from block to block.
 """
 
 from __future__ import annotations

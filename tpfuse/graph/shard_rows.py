@@ -49,7 +49,9 @@ class Rewriter:
         self._ranks, self._rank = groups.size(rows.group), groups.resolve(rows.group).rank()
         self._count: Any = sizes.of(rows.count)
         self._even = statically_known_true(rows.count % self._ranks == 0)
-        up = self._count if self._even else sizes.add(self._count, self._ranks - 1)
+        # Where the count varies, one row more a rank: torch asks whether a size is one, so that none may ever be.
+        spare = self._ranks - 1 if isinstance(rows.count, int) else 2 * self._ranks - 1
+        up = self._count if self._even else sizes.add(self._count, spare)
         self._share: Any = sizes.divide(up, self._ranks)  # rows of a rank
         self._padded: Any = self._count if self._even else sizes.multiply(self._share, self._ranks)
         self._local: dict[Node, Node] = {}  # value -> this rank's rows of it
