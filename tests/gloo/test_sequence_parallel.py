@@ -16,10 +16,10 @@ from tpfuse.testing import interpret_graphs, spawn
 
 FUSION = "enable_sp"
 FP32 = 1e-5
-#: Family -> all-reduces of its two layers that become reduce-scatters, and all-gathers of sharded rows.
-EXPECTED = {"llama": (4, 4), "gemma3": (5, 5), "cohere": (3, 3)}
+#: All-reduces of two layers: they become reduce-scatters, and there are as many all-gathers of sharded rows.
+REDUCES = 4
 #: Rows: one, odd, even, several in a batch.
-SHAPES = [(1, 1), (1, 5), (2, 8), (3, 7)]
+SHAPES = [(1, 1), (2, 8), (3, 7)]
 #: Three ranks need three of everything that is sharded.
 THREE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 96, "vocab_size": 129}
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
@@ -27,9 +27,9 @@ ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
-def _model(family: str, **overrides):
+def _model(**overrides):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    return build_sharded(family_config(family, **overrides), mesh, torch.float32)
+    return build_sharded(family_config("llama", **overrides), mesh, torch.float32)
 
 
 def _ids(batch: int, length: int) -> torch.Tensor:
@@ -41,8 +41,8 @@ def _logits(model, ids: torch.Tensor) -> torch.Tensor:
         return model(ids, use_cache=False).logits
 
 
-def _generate(model, ids: torch.Tensor, **kwargs) -> torch.Tensor:
-    return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None, **kwargs)
+def _generate(model, ids: torch.Tensor) -> torch.Tensor:
+    return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
 
 
 def _gathers_of_rows(graph: torch.fx.GraphModule) -> int:
@@ -51,13 +51,12 @@ def _gathers_of_rows(graph: torch.fx.GraphModule) -> int:
     return sum(n.meta.get("tpfuse_sharded", False) for n in gathers)
 
 
-def _family(rank: int, family: str, overrides: dict[str, int]) -> dict[str, object]:
+def _llama(rank: int, overrides: dict[str, int]) -> dict[str, object]:
     with interpret_graphs() as graphs:
-        model, whole = _model(family, **overrides), build(family_config(family, **overrides), "cpu", torch.float32)
+        model, whole = _model(**overrides), build(family_config("llama", **overrides), "cpu", torch.float32)
         plain = {shape: _logits(model, _ids(*shape)) for shape in SHAPES}
         single = {shape: _logits(whole, _ids(*shape)) for shape in SHAPES}
         tokens = [_generate(model, _ids(2, length)) for length in (9, 4)]
-        static = _generate(model, _ids(2, 9), cache_implementation="static")
         tpfuse.apply(model, {"enable_sp": True}, fullgraph=True)
         got = {shape: _logits(model, _ids(*shape)) for shape in SHAPES}
         calls = [n.target for n in graphs[0].graph.nodes]
@@ -71,20 +70,18 @@ def _family(rank: int, family: str, overrides: dict[str, int]) -> dict[str, obje
             "table": str(report),
             "graphs": report.graphs,
             "tokens": all(torch.equal(_generate(model, _ids(2, n)), t) for n, t in zip((9, 4), tokens, strict=True)),
-            "static": torch.equal(_generate(model, _ids(2, 9), cache_implementation="static"), static),
             "fused after generate": tpfuse.explain(model).count(FUSION),
         }
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("llama", 2), ("llama", 3), ("gemma3", 2), ("cohere", 2)], ids=str)
-def test_family(family, ranks):
-    scattered, gathered = EXPECTED[family]
-    for found in spawn(_family, ranks, family, THREE if ranks == 3 else {}, timeout_s=280):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_llama(ranks):
+    for found in spawn(_llama, ranks, THREE if ranks == 3 else {}, timeout_s=280):
         assert found["sharded"] < FP32 and found["unsharded"] < FP32, found
-        assert found["counts"] == (scattered, gathered, 0)
-        assert found["fused"] == found["fused after generate"] == scattered and found["left"] == 0
-        assert f"{scattered} fused" in found["table"] and "reduce_scatter" in found["table"]
-        assert found["tokens"] and found["static"]
+        assert found["counts"] == (REDUCES, REDUCES, 0)
+        assert found["fused"] == found["fused after generate"] == REDUCES and found["left"] == 0
+        assert f"{REDUCES} fused" in found["table"] and "reduce_scatter" in found["table"]
+        assert found["tokens"]
 
 
 def _inductor(rank: int, folder: str) -> dict[str, object]:
@@ -92,7 +89,7 @@ def _inductor(rank: int, folder: str) -> dict[str, object]:
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     counters = torch._dynamo.utils.counters
-    model = _model("llama", num_hidden_layers=1)
+    model = _model(num_hidden_layers=1)
     shapes = [(1, 3), (1, 2), (1, 5), (1, 8), (1, 129)]
     expected = {shape: _logits(model, _ids(*shape)) for shape in shapes}
     counters.clear()
