@@ -11,7 +11,6 @@ import operator
 
 from torch.fx import Graph
 
-from tpfuse.comm import groups
 from tpfuse.graph import chain as chains
 from tpfuse.graph.chain import Chain
 from tpfuse.graph.context import FUSION, Context
@@ -40,6 +39,7 @@ from tpfuse.graph.nodes import (
     same_shape,
     unused_cone,
     value,
+    why_not_a_sum,
 )
 from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.kernels import dispatch
@@ -130,16 +130,8 @@ def _problem(norm: Node, chain: Chain, context: Context) -> tuple[Problem, int]:
 
 def _unfit_all_reduce(reduce: Node) -> str:
     """What about the all-reduce itself forbids every fusion of it."""
-    _, kind, group = reduce.args
-    if kind != "sum":
-        return f"it reduces by {kind!r}, only a sum is fused"
-    if not isinstance(group, str):
-        return "its process group is not a constant of the graph"
-    if groups.size(group) == 1:
-        return "world size 1"
-    if dtype(reduce) not in DTYPES:
-        return f"dtype {dtype(reduce)}"
-    return ""
+    reason = why_not_a_sum(reduce, "fused")
+    return reason or ("" if dtype(reduce) in DTYPES else f"dtype {dtype(reduce)}")
 
 
 def _unreached(norm: Node) -> str:

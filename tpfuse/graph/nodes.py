@@ -14,6 +14,8 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from tpfuse.comm import groups
+
 #: fx types a node's arguments as a union of everything, which no pass could use without a cast a line.
 Node: TypeAlias = Any
 
@@ -197,3 +199,13 @@ def emit(
         with torch.no_grad():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
+
+
+def why_not_a_sum(reduce: Node, done: str) -> str:
+    """What about an all-reduce forbids that anything is done to it, which ``done`` names; empty if nothing does."""
+    _, kind, group = reduce.args
+    if kind != "sum":
+        return f"it reduces by {kind!r}, only a sum is {done}"
+    if not isinstance(group, str):
+        return "its process group is not a constant of the graph"
+    return "world size 1" if groups.size(group) == 1 else ""

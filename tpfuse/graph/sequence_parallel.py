@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from tpfuse.comm import groups
 from tpfuse.graph import placement
 from tpfuse.graph import rows as rowwise
 from tpfuse.graph.context import SEQUENCE_PARALLEL, Context
@@ -29,6 +28,7 @@ from tpfuse.graph.nodes import (
     sole_user,
     statically_known_true,
     value,
+    why_not_a_sum,
 )
 from tpfuse.graph.rows import Rows
 from tpfuse.graph.shard_rows import Rewriter
@@ -101,13 +101,9 @@ def _row_bytes(node: Node) -> int | None:
 
 def _unfit(reduce: Node, context: Context) -> str:
     """What about the all-reduce itself forbids it."""
-    _, kind, group = reduce.args
-    if kind != "sum":
-        return f"it reduces by {kind!r}, only a sum is scattered"
-    if not isinstance(group, str):
-        return "its process group is not a constant of the graph"
-    if groups.size(group) == 1:
-        return "world size 1"
+    reason = why_not_a_sum(reduce, "scattered")
+    if reason:
+        return reason
     if not context.ranks_alike:
         return "ranks have different graphs or forward hooks"
     if not value(reduce).is_floating_point():

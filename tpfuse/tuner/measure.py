@@ -5,6 +5,7 @@ bench_all_reduce.py and bench_matmul.py say what a call is, when it is right, an
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ LEAST_US = 0.01  # of a net time: noise must not make it zero
 Outputs = tuple[torch.Tensor, ...]
 
 
-class Bench:
+class Bench(abc.ABC):
     """Inputs of one size on this rank, and what to do with them. Collective: all ranks call each method alike."""
 
     calls = 1  # in a timed graph
@@ -46,25 +47,25 @@ class Bench:
 
     # -- what each operation says ------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def once(self, choice: Choice) -> Outputs:
         """The results of one call, to be checked."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def expect(self) -> Any:
         """What ``wrong`` compares with."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def wrong(self, outputs: Outputs, expected: Any) -> str:
         """What is wrong with the results on this rank, or ""."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def chain(self, choice: Choice | None, calls: int) -> None:
         """So many calls one after the other, as they are timed; None: what they stand between alone."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def net_us(self, times: Mapping[Choice | None, list[float]]) -> dict[Choice, float]:
         """From us of graphs, round by round, to us of one call."""
-        raise NotImplementedError
 
     # -- right or wrong ------------------------------------------------------------------------------------------------
 
