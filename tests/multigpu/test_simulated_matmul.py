@@ -21,7 +21,7 @@ from tpfuse.kernels.cuda.gemm import Tiling
 
 SIZES = [(5, 64, 72), (300, 520, 264), (2000, 1024, 776)]
 TILINGS = [Tiling(128, 4, lead=1), Tiling(256, 3, cluster=2, lead=None, across=3)]
-BYTES = 4 << 20  # so that the largest of the sizes is done in parts
+BYTES_OF_PEER = 1200 << 10  # so that the largest of the sizes is done in parts
 LIMIT = 6e-3  # of bf16: a rounding of each partial sum, and of the result
 
 
@@ -33,13 +33,14 @@ class Space(types.SimpleNamespace):
 
 
 def _spaces(arenas):
-    memory = torch.zeros(len(arenas), (DATA_OFFSET + BYTES) // 4, dtype=torch.int32, device="cuda")
+    size = BYTES_OF_PEER * (len(arenas) - 1)
+    memory = torch.zeros(len(arenas), (DATA_OFFSET + size) // 4, dtype=torch.int32, device="cuda")
     bases = [part.data_ptr() for part in memory]
     for arena in arenas:
         arena.aborted = torch.zeros((), dtype=torch.bool, device="cuda")
     return [
         Space(
-            arena=arena, bytes=BYTES, profile=None, memory=part, base=bases[arena.rank],
+            arena=arena, bytes=size, profile=None, memory=part, base=bases[arena.rank],
             peers=[*bases[arena.rank + 1 :], *bases[: arena.rank]],
         )
         for arena, part in zip(arenas, memory, strict=True)
@@ -64,10 +65,11 @@ def _run(spaces, call):
 
 
 def _warm(arenas, sizes):
-    """Fill each stream's allocator: an allocation that reaches the driver may wait for a kernel that spins."""
+    """Allocate on each stream, and load torch's kernels: what reaches the driver may wait for a kernel that spins."""
     for arena in arenas:
         with torch.cuda.stream(arena.stream):
             kept = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes for _ in range(3)]
+            kept[0][:1] = torch.where(arena.aborted, torch.nan, kept[1][:1])
             kept.clear()
     torch.cuda.synchronize()
 

@@ -99,14 +99,14 @@ def test_structures_as_the_kernels_have_them():
         kind = scatter.parameters(world)
         assert kind.sent.offset == 6 * 128 and kind.peer_flags.offset == (6 + 2 * peers) * 128
         assert kind.flags.offset == kind.peer_flags.offset + 16 * peers
-        assert kind.rows.offset == kind.flags.offset + 5 * 8 + 2 * 16 and kind.tag.offset == kind.rows.offset + 12 * 4
+        assert kind.rows.offset == kind.flags.offset + 5 * 8 + 2 * 16 and kind.tag.offset == kind.rows.offset + 13 * 4
         for matrices in (1, 3):
             kind = gather.parameters(world, matrices)
             assert kind.sent.offset == 3 * 128 and kind.peer_counts.offset == (3 + peers + matrices) * 128
             assert kind.out.offset == kind.peer_counts.offset + 16 * peers + 4 * 8
             assert kind.a_scale.offset == kind.out.offset + 16 * matrices
             assert kind.columns.offset == kind.a_scale.offset + 16 * (1 + matrices) + 8 * (1 + peers)
-            assert kind.tag.offset == kind.columns.offset + 4 * (matrices + 9)
+            assert kind.tag.offset == kind.columns.offset + 4 * (matrices + 10)
 
 
 def test_sizes_as_the_kernels_have_them():
@@ -118,6 +118,7 @@ def test_sizes_as_the_kernels_have_them():
         text = shared + (folder / own.FILES[-1]).read_text()
         size = lambda name, text=text: int(re.search(rf"\b{name} = (\d+)", text)[1])  # noqa: E731
         assert (size("BM"), size("BK_BYTES"), size("PIECE_ROWS")) == (gemm.TILE_ROWS, gemm.STEP_BYTES, own._PIECE_ROWS)
+        assert size("NARROW") == gemm.NARROW
         assert f"__launch_bounds__({gemm.THREADS}, 1)" in text
         if own is scatter:
             assert size("COPY_ROWS") == own._COPY_ROWS

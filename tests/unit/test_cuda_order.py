@@ -11,6 +11,7 @@ import subprocess
 import pytest
 
 import tpfuse.kernels.cuda
+from tpfuse.kernels.cuda.gemm import Tiling
 
 FOLDER = pathlib.Path(tpfuse.kernels.cuda.__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -18,7 +19,7 @@ _HEAD = """
 #include <algorithm>
 using std::min;
 #define INLINE static inline
-constexpr int BM = 128, BK = 64, BN = 256, CLUSTER = 1;
+constexpr int BM = 128, BK = 64, BN = 256, CLUSTER = 1, NARROW = 128, SLICES = 2;
 static int cluster_place() { return 0; }
 """
 _SCATTER = """
@@ -29,6 +30,17 @@ extern "C" void order(int count, int tiles, int lead, int down, int across, int*
     int row[5] = {t.own, t.peer, t.number, at.row, at.column};
     for (int i = 0; i < 5; i++) out[5 * n + i] = row[i];
   }
+}
+"""
+_SLICES = """
+extern "C" int slices(int units, int whole, int* out) {
+  int count = slices_of(units, whole);
+  for (int n = 0; n < count; n++) {
+    Slice s = slice_at(n, whole);
+    int row[3] = {s.unit, s.first, s.columns};
+    for (int i = 0; i < 3; i++) out[3 * n + i] = row[i];
+  }
+  return count;
 }
 """
 _GATHER = """
@@ -56,7 +68,7 @@ def part(file: str, start: str, end: str | None = None) -> str:
 def build(tmp_path: pathlib.Path, name: str, source: str, **macros: int) -> ctypes.CDLL:
     file, library = tmp_path / f"{name}.cpp", tmp_path / f"{name}.so"
     constants = "".join(f"constexpr int {key} = {value};\n" for key, value in macros.items())
-    file.write_text(_HEAD + constants + part("gemm.cuh", "struct Place") + source)
+    file.write_text(_HEAD + constants + part("gemm.cuh", "struct Slice") + source)
     subprocess.run([str(COMPILER), "-shared", "-fPIC", "-std=c++17", "-o", str(library), str(file)], check=True)
     return ctypes.CDLL(str(library))
 
@@ -68,7 +80,7 @@ def rows_of(out: ctypes.Array, width: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_reduce_scatter(tmp_path, world):
     """Every tile once; an own one after those of the same number for all peers, and after the lead."""
-    source = part("matmul_reduce_scatter.cu", "struct Unit", "// The units of a launch") + _SCATTER
+    source = part("matmul_reduce_scatter.cu", "struct Unit", "// The slices of a launch") + _SCATTER
     library = build(tmp_path, "scatter", source, WORLD=world, PEERS=world - 1)
     for down, columns, across in itertools.product((1, 3, 8, 13), (1, 5, 8), (1, 4, 8)):
         tiles = down * columns
@@ -86,6 +98,26 @@ def test_reduce_scatter(tmp_path, world):
                 sent = [place[0, peer, number] for peer in range(world - 1)]
                 assert max(sent) < place[1, -1, number]
             assert all(own == 0 for own, *_ in order[:lead])
+
+
+def test_slices(tmp_path):
+    """Every column of every unit once, unit after unit; the last round takes half of the time where that will do."""
+    library = build(tmp_path, "slices", _SLICES)
+    for units, multiprocessors, cluster in itertools.product(
+        (1, 5, 64, 66, 67, 131, 132, 133, 198, 199, 448), (132, 78), (1, 2)
+    ):
+        cut = Tiling(256, 3, cluster)
+        blocks, whole = cut.grid(multiprocessors, units * cluster)
+        out = (ctypes.c_int * (6 * units))()
+        count = library.slices(units, whole, out)
+        slices = rows_of(out, 3)[:count]
+        covered = [(unit, first + column) for unit, first, columns in slices for column in range(0, columns, 128)]
+        assert covered == [*itertools.product(range(units), (0, 128))]
+        at_once = blocks // cluster
+        assert blocks == at_once * cluster <= multiprocessors and at_once <= count
+        longest = max(sum(columns for _, _, columns in slices[first::at_once]) for first in range(at_once))
+        rounds, rest = divmod(2 * units, 2 * (multiprocessors // cluster))
+        assert longest == 256 * rounds + (0 if not rest else 128 if rest <= multiprocessors // cluster else 256)
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

@@ -31,12 +31,12 @@ struct Params {
   int columns[MATRICES];
   int inner, share;          // K, S
   int first, count;          // of each rank's rows, those of this launch
-  int rank, across, pause;   // pause: clocks between pieces
+  int rank, whole, across, pause;  // pause: clocks between pieces
   int stride, scale_stride, tag;
   long long* profile;
 };
 
-// Units (the tiles of a cluster) of one rank's rows over all matrices, and where one of them lies.
+// Units of one rank's rows over all matrices, and where one of them lies.
 struct Unit {
   int source;  // -1: this rank; else an index of a peer
   int matrix;
@@ -75,9 +75,10 @@ INLINE void count_piece(int* count) {
 
 // Rounded, 64 columns at a time through shared memory, so that a row's are written together. rows, left: how many of the
 // warp's 16 rows and of the tile's columns there are.
+template <int COLUMNS>
 INLINE void store_rows(const float* c, uint32_t strip, uint16_t* out, int rows, int left, int pitch, int lane) {
 #pragma unroll
-  for (int box = 0; box < BOXES; box++) {
+  for (int box = 0; box < COLUMNS / 64; box++) {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       uint32_t words[4];
@@ -102,7 +103,7 @@ INLINE void store_rows(const float* c, uint32_t strip, uint16_t* out, int rows, 
   }
 }
 
-// The units of a launch, and which of them are this cluster's.
+// The slices of a launch, and which of them are this cluster's.
 struct Work {
   int down, steps, per_rank, total, first, at_once;
 
@@ -113,33 +114,48 @@ struct Work {
         first(blockIdx.x / CLUSTER),
         at_once(gridDim.x / CLUSTER) {
     for (int m = 0; m < MATRICES; m++) per_rank += down * ((p.columns[m] + BN - 1) / BN);
-    total = per_rank * WORLD;
+    total = slices_of(per_rank * WORLD, p.whole);
+  }
+};
+
+// The n-th slice of the work: its source's first row in this launch, and its columns of its matrix.
+struct Task {
+  int source, matrix, row, column, columns;
+
+  INLINE Task(const Params& p, const Work& w, int n) {
+    Slice s = slice_at(n, p.whole);
+    Unit t = unit_at(p, s.unit, w.down, w.per_rank);
+    source = t.source;
+    matrix = t.matrix;
+    row = row_of(t.at);
+    column = t.at.column * BN + s.first;
+    columns = s.columns;
   }
 };
 
 // One thread: operands; a peer's rows when they are here. poisoned: results are not numbers any more.
-INLINE void load_units(const Params& p, Stages& stages, const Work& w, int* poisoned) {
+INLINE void load_operands(const Params& p, Stages& stages, const Work& w, int* poisoned) {
   bool dead = load_flag(&p.control->abort);
   long long for_rows = 0;
   for (int n = w.first; n < w.total; n += w.at_once) {
-    Unit t = unit_at(p, n, w.down, w.per_rank);
+    Task t(p, w, n);
     const TensorMap* b = &p.b[0];
     for (int m = 1; m < MATRICES; m++)
       if (m == t.matrix) b = &p.b[m];
     if (t.source < 0) {
       if (dead) *(volatile int*)poisoned = 1;
-      stages.load(&p.a, b, p.first + row_of(t.at), t.at.column * BN, w.steps);
+      stages.load(&p.a, b, p.first + t.row, t.column, t.columns, w.steps);
       continue;
     }
     int peer = (p.rank + 1 + t.source) % WORLD;
-    int block = row_of(t.at) / BM;
+    int block = t.row / BM;
     const int* count = p.counts + t.source * p.stride + block;
     WAITING(for_rows, dead = dead || !wait_for(count, pieces_of(p, block), p.control, p.tag + (peer << 8)));
     if (dead) *(volatile int*)poisoned = 1;
     proxy_fence();
-    stages.load(&p.gathered, b, row_of(t.at), t.at.column * BN, w.steps, t.source);
+    stages.load(&p.gathered, b, t.row, t.column, t.columns, w.steps, t.source);
   }
-  WRITE_DOWN(p.profile, STAGE, stages.waited);
+  WRITE_DOWN(p.profile, STAGE, stages.waited());
   WRITE_DOWN(p.profile, ROWS, for_rows);
 }
 
@@ -199,18 +215,29 @@ INLINE void end_call(const Params& p, int epoch) {
   }
 }
 
-// All threads of a multiplying warp group: a tile's product, scales, bias, and out.
-INLINE void multiply_units(const Params& p, Stages& stages, const Work& w, uint32_t strips, const int* poisoned, int group) {
-  int thread = threadIdx.x & 127, lane = threadIdx.x & 31, first_row = (group - 1) * 64 + thread / 32 * 16;
-  uint32_t strip = strips + (threadIdx.x / 32 - 4) * STRIP_BYTES;
-  float c[BN / 2];
-  long long begun = clock64();
-  for (int n = w.first; n < w.total; n += w.at_once) {
-    Unit t = unit_at(p, n, w.down, w.per_rank);
-    multiply_tile(c, stages, w.steps, group - 1, thread);
+// All threads of a multiplying warp group.
+struct Multiplier {
+  const Params& p;
+  const Work& w;
+  const int* poisoned;
+  Stages& stages;
+  int group, thread, lane, first_row;
+  uint32_t strip;
+
+  INLINE Multiplier(const Params& p, const Work& w, uint32_t strips, const int* poisoned, Stages& stages, int group)
+      : p(p), w(w), poisoned(poisoned), stages(stages), group(group), thread(threadIdx.x & 127), lane(threadIdx.x & 31) {
+    first_row = (group - 1) * 64 + thread / 32 * 16;
+    strip = strips + (threadIdx.x / 32 - 4) * STRIP_BYTES;
+  }
+
+  // A tile's product, scales, bias, and out.
+  template <int COLUMNS>
+  INLINE void compute(const Task& t, Ring<COLUMNS>& ring) {
+    float c[COLUMNS / 2];
+    multiply_tile(c, ring, w.steps, group - 1, thread);
     const uint16_t* bias = p.bias[0];
     uint16_t* out = p.out[0];
-    int columns = p.columns[0], column = t.at.column * BN, row = row_of(t.at) + first_row;
+    int columns = p.columns[0], row = t.row + first_row;
     Scale b_scale = p.b_scale[0];
     for (int m = 1; m < MATRICES; m++)
       if (m == t.matrix) {
@@ -222,30 +249,41 @@ INLINE void multiply_units(const Params& p, Stages& stages, const Work& w, uint3
 #if FP8
     Scale a_scale = p.a_scale;
     if (a_scale.each) a_scale.factors = t.source < 0 ? a_scale.factors + p.first : p.scales + t.source * p.scale_stride;
-    scale_tile(c, a_scale, row + lane / 4, p.count, b_scale, column, columns, lane);
+    scale_tile<COLUMNS>(c, a_scale, row + lane / 4, p.count, b_scale, t.column, columns, lane);
 #endif
-    add_bias(c, bias, column, columns, true, true, lane);
+    add_bias<COLUMNS>(c, bias, t.column, columns, true, true, lane);
     if (*(const volatile int*)poisoned) {
 #pragma unroll
-      for (int i = 0; i < BN / 2; i++) c[i] = NOT_A_NUMBER;
+      for (int i = 0; i < COLUMNS / 2; i++) c[i] = NOT_A_NUMBER;
     }
     int owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
-    out += (size_t)(owner * p.share + p.first + row) * columns + column;
-    store_rows(c, strip, out, p.count - row, columns - column, columns, lane);
+    out += (size_t)(owner * p.share + p.first + row) * columns + t.column;
+    store_rows<COLUMNS>(c, strip, out, p.count - row, columns - t.column, columns, lane);
   }
-  if (threadIdx.x == 128) {
-    WRITE_DOWN(p.profile, ALL, clock64() - begun);
-    WRITE_DOWN(p.profile, OPERANDS, stages.waited);
+
+  INLINE void run() {
+    long long begun = clock64();
+    for (int n = w.first; n < w.total; n += w.at_once) {
+      Task t(p, w, n);
+      if (t.columns == BN)
+        compute(t, stages.wide);
+      else
+        compute(t, stages.narrow);
+    }
+    if (threadIdx.x == 128) {
+      WRITE_DOWN(p.profile, ALL, clock64() - begun);
+      WRITE_DOWN(p.profile, OPERANDS, stages.waited());
+    }
   }
-}
+};
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
-  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 1];
+  __shared__ alignas(8) uint64_t barriers[STAGE_BARRIERS + 1];
   __shared__ int poisoned;
   uint32_t data = (shared_address(memory) + 1023) & ~1023u, bounce = data + STAGES * STAGE_BYTES;
   Stages stages(data, shared_address(barriers));
-  uint32_t fetched = stages.empty + 8 * STAGES;
+  uint32_t fetched = shared_address(barriers + STAGE_BARRIERS);
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     stages.init();
@@ -260,13 +298,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     if (warp == 0 && lane == 0)
-      load_units(p, stages, work, &poisoned);
+      load_operands(p, stages, work, &poisoned);
     else if (warp == 1 && lane == 0)
       push_rows(p, bounce, fetched, epoch);
     end_call(p, epoch);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
-    multiply_units(p, stages, work, bounce + 2 * PIECE_BYTES, &poisoned, group);
+    Multiplier(p, work, bounce + 2 * PIECE_BYTES, &poisoned, stages, group).run();
   }
   cluster_sync();  // no CTA leaves while another may still signal it
 }

@@ -68,7 +68,7 @@ def all_gather_matmul(
     a, added, (b_rows, bs) = by_rows(input), [aligned(bias) for bias in biases], right_operands(weights)
     factors = [scale.contiguous() for scale in (input_scale, *weight_scales) if scale is not None]
     outs = [torch.empty((arena.world * share, n), dtype=dtype, device=input.device) for n in columns]
-    whole = input.new_empty((arena.world, share, inner)) if gathered else None
+    everybodys = input.new_empty((arena.world, share, inner)) if gathered else None
     most, shared_bytes = most_rows(workspace, inner, input.dtype), room(cut)
     macros = options(arena.world, len(weights), input.dtype, dtype, cut, b_rows)
     macros += profiling(workspace)
@@ -76,19 +76,19 @@ def all_gather_matmul(
     stream = arena.enter()
     for first, count in parts(share, most):
         tiles = sum(cut.tiles(count, n) for n in columns) * arena.world
-        blocks = cut.blocks(arena.multiprocessors, tiles)
+        blocks, whole = cut.grid(arena.multiprocessors, tiles)
         made = Parameters(parameters(arena.world, len(weights)))
-        _fill(made.fields, workspace, (a, bs, b_rows, outs, added, factors), (share, first, count), cut, tiles)
+        _fill(made.fields, workspace, (a, bs, b_rows, outs, added, factors), (share, first, count), cut, (tiles, whole))
         made.launch(kernel, blocks, THREADS, shared_bytes, stream)
-        if whole is not None:
+        if everybodys is not None:
             arrived = workspace.data(input.dtype, (arena.world - 1, count, inner))
-            whole[arena.rank, first : first + count] = a[first : first + count]
+            everybodys[arena.rank, first : first + count] = a[first : first + count]
             aborted = arena.aborted
             for number in range(arena.world - 1):
                 source = (arena.rank + 1 + number) % arena.world
-                whole[source, first : first + count] = _unless(aborted, arrived[number])
+                everybodys[source, first : first + count] = _unless(aborted, arrived[number])
     results = [out[:rows] for out in outs]
-    return results if whole is None else [*results, whole.view(-1, inner)[:rows]]
+    return results if everybodys is None else [*results, everybodys.view(-1, inner)[:rows]]
 
 
 def _unless(aborted: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,12 @@ def most_rows(workspace: Workspace, inner: int, dtype: torch.dtype) -> int:
 
 
 def _fill(
-    fields: Any, workspace: Workspace, tensors: tuple[Any, ...], part: tuple[int, int, int], cut: Tiling, tiles: int
+    fields: Any,
+    workspace: Workspace,
+    tensors: tuple[Any, ...],
+    part: tuple[int, int, int],
+    cut: Tiling,
+    work: tuple[int, int],
 ) -> None:
     a, bs, b_rows, outs, biases, factors = tensors
     inner, (share, first, count) = a.shape[1], part
@@ -122,7 +127,7 @@ def _fill(
     by_row = any(scale.numel() > 1 for scale in factors[1:])  # one row of a rank has one factor all the same
     for number, (b, out) in enumerate(zip(bs, outs, strict=True)):
         columns, bias = out.shape[1], biases[number] if biases else None
-        fields.b[number] = operand(b, b.shape[0], STEP_BYTES // 2 if b_rows else cut.columns // cut.cluster)
+        fields.b[number] = operand(b, b.shape[0], STEP_BYTES // 2 if b_rows else cut.box_columns)
         fields.columns[number] = columns
         fields.out[number], fields.bias[number] = out.data_ptr(), 0 if bias is None else bias.data_ptr()
         scale = factors[1 + number] if factors else None
@@ -131,6 +136,7 @@ def _fill(
     fields.epoch, fields.control = workspace.base, arena.control
     fields.inner, fields.share, fields.first, fields.count = inner, share, first, count
     fields.rank, fields.across = arena.rank, max(1, cut.across // cut.cluster)
+    tiles, fields.whole = work
     pieces = -(-count // _PIECE_ROWS) * -(-inner // step) * peers
     # What is sent should have gone by the time that the last rank's rows are begun.
     fields.pause = int(cut.pace * cut.clocks(inner, dtype) * tiles * peers / arena.world / max(1, pieces))
@@ -155,7 +161,7 @@ def parameters(world: int, matrices: int) -> type[ctypes.Structure]:
     addresses += [("out", address * matrices), ("bias", address * matrices)]
     addresses += [("a_scale", Scale), ("b_scale", Scale * matrices), ("scales", address), ("peer_scales", address * peers)]
     numbers: list[tuple[str, Any]] = [("columns", number * matrices)]
-    names = ("inner", "share", "first", "count", "rank", "across", "pause", "stride", "scale_stride", "tag")
+    names = ("inner", "share", "first", "count", "rank", "whole", "across", "pause", "stride", "scale_stride", "tag")
     fields = (*maps, *addresses, *numbers, *((name, number) for name in names), ("profile", address))
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 

@@ -4,12 +4,15 @@
 // B_ROWS 0; C in fp32 registers, 64 x BN per warp group. Needs BN, STAGES, B_ROWS, CLUSTER, FP8.
 //
 // CLUSTER (1 or 2) CTAs compute tiles one below the other at the same time. Each loads its rows of A, and its part of B for
-// all of them.
+// all of them. A unit is the tiles of a cluster. What a tile is computed with has a parameter COLUMNS: BN, or NARROW for a
+// slice of it.
 
 constexpr int BM = 128, BK_BYTES = 128, BK = FP8 ? 128 : 64;
 constexpr int A_BYTES = BM * BK_BYTES, B_BYTES = BN * BK_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int NARROW = 128, SLICES = BN / NARROW, NARROW_STAGES = STAGES * STAGE_BYTES / (A_BYTES + NARROW * BK_BYTES);
+constexpr int STAGE_BARRIERS = 2 * (SLICES > 1 ? STAGES + NARROW_STAGES : STAGES);
 // A tile of C in shared memory: boxes of 64 columns, rows of 128 bytes, swizzled as the tensor maps say.
-constexpr int BOXES = BN / 64, BOX_BYTES = BM * 128, TILE_BYTES = BOXES * BOX_BYTES;
+constexpr int BOX_BYTES = BM * 128, TILE_BYTES = BN / 64 * BOX_BYTES;
 constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
 
 // -- a cluster ---------------------------------------------------------------------------------------------------------
@@ -33,54 +36,86 @@ INLINE void cluster_sync() {
 // -- the main loop -----------------------------------------------------------------------------------------------------
 
 // A ring of stages, as the loader and the multipliers go through it.
-struct Stages {
+template <int COLUMNS>
+struct Ring {
+  static constexpr int COUNT = COLUMNS == BN ? STAGES : NARROW_STAGES, BYTES = A_BYTES + COLUMNS * BK_BYTES;
   uint32_t data, full, empty;  // addresses in shared memory: of the first stage, of its barriers
-  int stage;
-  uint32_t parity;
-  long long waited;
+  int stage = 0;
+  uint32_t parity = 0;
+  long long waited = 0;
 
-  INLINE Stages(uint32_t data, uint32_t barriers)
-      : data(data), full(barriers), empty(barriers + 8 * STAGES), stage(0), parity(0), waited(0) {}
+  INLINE Ring(uint32_t data, uint32_t barriers) : data(data), full(barriers), empty(barriers + 8 * COUNT) {}
 
   INLINE void init() {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < COUNT; i++) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 2 * CLUSTER);
     }
   }
 
   INLINE void next() {
-    if (++stage == STAGES) {
+    if (++stage == COUNT) {
       stage = 0;
       parity ^= 1;
     }
   }
 
   // One thread: all of K for one tile. plane: of A, where it is a buffer that peers write.
-  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int steps, int plane = -1) {
-    constexpr int PART = BN / CLUSTER;
+  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int steps, int plane) {
+    constexpr int BOX = B_ROWS ? 64 : NARROW / CLUSTER, PART = COLUMNS / CLUSTER;  // columns
     column += cluster_place() * PART;
     for (int k = 0; k < steps; k++, next()) {
-      uint32_t to = data + stage * STAGE_BYTES, to_b = to + A_BYTES + cluster_place() * PART * BK_BYTES;
+      uint32_t to = data + stage * BYTES, to_b = to + A_BYTES + cluster_place() * PART * BK_BYTES;
       uint32_t barrier = full + 8 * stage;
       WAITING(waited, barrier_wait(empty + 8 * stage, parity ^ 1));
-      barrier_expect(barrier, STAGE_BYTES);
+      barrier_expect(barrier, BYTES);
       if (plane < 0)
         tma_load(to, a, barrier, k * BK, row);
       else
         tma_load(to, a, barrier, k * BK, row, plane);
-#if B_ROWS
-      for (int j = 0; j < PART / 64; j++) tma_load_all(to_b + j * 64 * BK_BYTES, b, barrier, column + j * 64, k * BK);
-#else
-      tma_load_all(to_b, b, barrier, k * BK, column);
-#endif
+      for (int j = 0; j < PART; j += BOX)
+        if (B_ROWS)
+          tma_load_all(to_b + j * BK_BYTES, b, barrier, column + j, k * BK);
+        else
+          tma_load_all(to_b + j * BK_BYTES, b, barrier, k * BK, column + j);
     }
+  }
+
+  // The same thread: until nothing is in it any more.
+  INLINE void drain() {
+    for (int i = 0; i < COUNT; i++, next()) WAITING(waited, barrier_wait(empty + 8 * stage, parity ^ 1));
   }
 
   // All threads of a warp group: the stage that has this barrier is not read any more.
   INLINE static void release(uint32_t barrier, int thread) {
     if (thread < CLUSTER) barrier_arrive_at<CLUSTER>(barrier, thread);
   }
+};
+
+// The same shared memory, for tiles, and after the last of them for slices.
+struct Stages {
+  Ring<BN> wide;
+  Ring<NARROW> narrow;
+  bool drained = false;
+
+  INLINE Stages(uint32_t data, uint32_t barriers) : wide(data, barriers), narrow(data, barriers + 16 * STAGES) {}
+
+  INLINE void init() {
+    wide.init();
+    if (SLICES > 1) narrow.init();
+  }
+
+  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int columns, int steps, int plane = -1) {
+    if (columns == BN) {
+      wide.load(a, b, row, column, steps, plane);
+    } else {
+      if (!drained) wide.drain();
+      drained = true;
+      narrow.load(a, b, row, column, steps, plane);
+    }
+  }
+
+  INLINE long long waited() const { return wide.waited + narrow.waited; }
 };
 
 // Of an operand in rows of 128 swizzled bytes, 8 rows after 8 rows: K along the rows; or, across them, boxes of 64 columns.
@@ -120,73 +155,74 @@ INLINE uint64_t matrix_b(uint32_t address, int k) {
   "%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117," \
   "%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// c = a @ b (add 0) or c += a @ b (add 1), over 32 bytes of K, and ACROSS columns.
-constexpr int ACROSS = FP8 ? 128 : BN;
+// c = a @ b (add 0) or c += a @ b (add 1), over 32 bytes of K.
+template <int COLUMNS>
 INLINE void multiply(float* c, uint64_t a, uint64_t b, int add) {
-#if BN == 256 && !FP8
-  asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256" WGMMA_KIND
-               " {" TEXT_64_A "," TEXT_64_B "}, %128, %129, " WGMMA_LAST
-               : C64(0), C64(64)
-               : "l"(a), "l"(b), "r"(add));
-#else
-  asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128" WGMMA_KIND
-               " {" TEXT_64_A "}, %64, %65, " WGMMA_LAST
-               : C64(0)
-               : "l"(a), "l"(b), "r"(add));
-#endif
+  if constexpr (COLUMNS == 256)
+    asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256" WGMMA_KIND
+                 " {" TEXT_64_A "," TEXT_64_B "}, %128, %129, " WGMMA_LAST
+                 : C64(0), C64(64)
+                 : "l"(a), "l"(b), "r"(add));
+  else
+    asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128" WGMMA_KIND
+                 " {" TEXT_64_A "}, %64, %65, " WGMMA_LAST
+                 : C64(0)
+                 : "l"(a), "l"(b), "r"(add));
 }
 
-// The products are used behind this line, and not before it.
-template <int LEFT>
+// With LEFT 0 the products are used behind this line, and not before it.
+template <int COLUMNS, int LEFT>
 INLINE void wait_for_products(float* c) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
   if (LEFT == 0) {
 #pragma unroll
-    for (int i = 0; i < ACROSS / 2; i++) asm volatile("" : "+f"(c[i])::"memory");
+    for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(c[i])::"memory");
   }
 }
 
 // All threads of one of the two multiplying warp groups: c of one tile. group: 0 or 1, thread: within it.
-INLINE void multiply_tile(float* c, Stages& stages, int steps, int group, int thread) {
+template <int COLUMNS>
+INLINE void multiply_tile(float* c, Ring<COLUMNS>& ring, int steps, int group, int thread) {
   uint32_t before = 0;
-  for (int k = 0; k < steps; k++, stages.next()) {
-    uint32_t a = stages.data + stages.stage * STAGE_BYTES + group * 64 * BK_BYTES;
-    uint32_t b = stages.data + stages.stage * STAGE_BYTES + A_BYTES, empty = stages.empty + 8 * stages.stage;
-    WAITING(stages.waited, barrier_wait(stages.full + 8 * stages.stage, stages.parity));
+#if FP8
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i++) c[i] = 0;
+#endif
+  for (int k = 0; k < steps; k++, ring.next()) {
+    uint32_t first = ring.data + ring.stage * ring.BYTES, a = first + group * 64 * BK_BYTES, b = first + A_BYTES;
+    uint32_t empty = ring.empty + 8 * ring.stage;
+    WAITING(ring.waited, barrier_wait(ring.full + 8 * ring.stage, ring.parity));
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #if FP8
     // The tensor cores keep 14 bits of a sum of such products: every step's is added to another, in fp32.
     // While one warp group adds, the other's products are formed.
 #pragma unroll
-    for (int half = 0; half < BN / ACROSS; half++) {
-      float part[ACROSS / 2];
+    for (int slice = 0; slice < COLUMNS / NARROW; slice++) {
+      float part[NARROW / 2];
 #pragma unroll
       for (int i = 0; i < BK_BYTES / 32; i++)
-        multiply(part, matrix(a + 32 * i), matrix_b(b + half * ACROSS * BK_BYTES, i), i);
+        multiply<NARROW>(part, matrix(a + 32 * i), matrix_b(b + slice * NARROW * BK_BYTES, i), i);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      wait_for_products<0>(part);
-      if (half == BN / ACROSS - 1) Stages::release(empty, thread);
+      wait_for_products<NARROW, 0>(part);
+      if (slice == COLUMNS / NARROW - 1) ring.release(empty, thread);
 #pragma unroll
-      for (int i = 0; i < ACROSS / 2; i++) {
-        float& sum = c[half * ACROSS / 2 + i];
-        sum = k ? sum + part[i] : part[i];
-      }
-      if (half < BN / ACROSS - 1) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      for (int i = 0; i < NARROW / 2; i++) c[slice * NARROW / 2 + i] += part[i];
+      if (slice < COLUMNS / NARROW - 1) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     }
 #else
 #pragma unroll
-    for (int i = 0; i < BK_BYTES / 32; i++) multiply(c, matrix(a + 32 * i), matrix_b(b, i), (k | i) != 0);
+    for (int i = 0; i < BK_BYTES / 32; i++) multiply<COLUMNS>(c, matrix(a + 32 * i), matrix_b(b, i), (k | i) != 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     if (k) {  // the step before has been read now
-      wait_for_products<1>(c);
-      Stages::release(before, thread);
+      wait_for_products<COLUMNS, 1>(c);
+      ring.release(before, thread);
     }
     before = empty;
 #endif
   }
 #if !FP8
-  wait_for_products<0>(c);
-  Stages::release(before, thread);
+  wait_for_products<COLUMNS, 0>(c);
+  ring.release(before, thread);
 #endif
 }
 
@@ -204,10 +240,11 @@ struct Scale {
 };
 
 // row, rows: of the thread's upper row among the factors, and how many there are; column: the tile's first.
+template <int COLUMNS>
 INLINE void scale_tile(float* c, Scale a, int row, int rows, Scale b, int column, int columns, int lane) {
   float upper = a.at(row, rows), lower = a.at(row + 8, rows);
 #pragma unroll
-  for (int j = 0; j < BN / 8; j++) {
+  for (int j = 0; j < COLUMNS / 8; j++) {
     int first = column + 8 * j + 2 * (lane & 3);
     float left = b.at(first, columns), right = b.at(first + 1, columns);
     c[4 * j] *= upper * left;
@@ -218,10 +255,11 @@ INLINE void scale_tile(float* c, Scale a, int row, int rows, Scale b, int column
 }
 
 // bias [columns] or null. upper, lower: whether the thread's rows get it.
+template <int COLUMNS>
 INLINE void add_bias(float* c, const uint16_t* bias, int column, int columns, bool upper, bool lower, int lane) {
   if (!bias) return;
 #pragma unroll
-  for (int j = 0; j < BN / 8; j++) {
+  for (int j = 0; j < COLUMNS / 8; j++) {
     int first = column + 8 * j + 2 * (lane & 3);
     if (first < columns) {
       uint32_t words = *(const uint32_t*)(bias + first);
@@ -259,7 +297,20 @@ INLINE void tile_store(uint32_t address, const uint32_t* words) {
                : "memory");
 }
 
-// Where the n-th unit (the tiles of a cluster) of a matrix of rows x columns units lies: groups of `across` rows, column by
+// What is done at one time: a unit, or a slice of one. The n-th, where units from `whole` on are cut into slices, so that the
+// last round of them takes less than the time of a unit.
+struct Slice {
+  int unit, first, columns;  // first: of the unit's columns
+};
+
+INLINE Slice slice_at(int n, int whole) {
+  if (n < whole) return {n, 0, BN};
+  return {whole + (n - whole) / SLICES, (n - whole) % SLICES * NARROW, NARROW};
+}
+
+INLINE int slices_of(int units, int whole) { return whole + (units - whole) * SLICES; }
+
+// Where the n-th unit of a matrix of rows x columns units lies: groups of `across` rows, column by
 // column, so that what is computed at one time shares operands in the L2 cache.
 struct Place {
   int row, column;

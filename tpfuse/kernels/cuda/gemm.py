@@ -19,7 +19,12 @@ from tpfuse.kernels.cuda.launch import TensorMap, tensor_map
 
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}  # of results, and of operands if they are not FP8
 FP8 = torch.float8_e4m3fn
-TILE_ROWS, STEP_BYTES, BOX = 128, 128, 64  # BM, BK_BYTES and the columns of a box of results in gemm.cuh
+TILE_ROWS, STEP_BYTES, NARROW, BOX = (
+    128,
+    128,
+    128,
+    64,
+)  # BM, BK_BYTES, NARROW and the columns of a box of results in gemm.cuh
 THREADS = 384
 _ALIGNMENT_BYTES = 16
 _FLOP_PER_CLOCK = 8192  # of one multiprocessor, divided by the bytes of an element
@@ -70,9 +75,25 @@ class Tiling:
         """Of a matrix, with those of nothing that fill up the last cluster."""
         return -(-rows // self.unit_rows) * self.cluster * -(-columns // self.columns)
 
-    def blocks(self, multiprocessors: int, tiles: int) -> int:
-        """Of a grid: all resident, whole clusters."""
-        return min(multiprocessors // self.cluster * self.cluster, tiles)
+    @property
+    def slices(self) -> int:
+        """That a tile may be cut into."""
+        return self.columns // NARROW
+
+    @property
+    def box_columns(self) -> int:
+        """Of a weight with K contiguous that are loaded at once."""
+        return NARROW // self.cluster
+
+    def grid(self, multiprocessors: int, tiles: int) -> tuple[int, int]:
+        """(blocks, all resident, whole clusters; units that are computed whole, the last ones being cut into slices)
+
+        A last round that leaves half of the multiprocessors idle is done by all of them in half of the time.
+        """
+        clusters, units = multiprocessors // self.cluster, tiles // self.cluster
+        rest = units % clusters
+        whole = units - rest if rest * self.slices <= clusters else units
+        return min(clusters, whole + (units - whole) * self.slices) * self.cluster, whole
 
     def clocks(self, inner: int, dtype: torch.dtype) -> float:
         """Of a multiprocessor, for one tile."""

@@ -7,8 +7,8 @@
 // Needs what gemm.cuh needs, WORLD, ELEMENT (of results; 0: bf16, 1: fp16) and ALL_ROWS.
 //
 // A call has an epoch, the same on all ranks. Partial sums go to the owner's buffer once the owner has begun the same call:
-// what the call before has received there has been read then. A flag per tile and source tells the owner the epoch that has
-// arrived. The same holds for results.
+// what the call before has received there has been read then. A flag per slice of a tile and source tells the owner the epoch
+// that has arrived. The same holds for results.
 
 constexpr int PEERS = WORLD - 1, PIECE_ROWS = 32;
 // What warp 2 copies by, and where: boxes of half as many rows as a tile, in turn.
@@ -24,7 +24,7 @@ struct Params {
   TensorMap given[PEERS];  // their results
   int* peer_flags[PEERS];  // theirs: as flags
   int* peer_begun[PEERS];
-  int* flags;              // [PEERS, stride]: source rank + 1, rank + 2, ...; a tile each. The same place in every call
+  int* flags;              // [PEERS, stride]: source rank + 1, rank + 2, ...; a slice each. The same place in every call
   int* begun;              // [PEERS]: epoch of the call that the source has begun
   int* epoch;              // {of the last call that has ended, CTAs that have ended this one}
   Control* control;
@@ -32,7 +32,7 @@ struct Params {
   Scale a_scale, b_scale;  // with FP8: of [M] and [N]
   int rows, columns, inner, share;  // M, N, K, S
   int first, count;                 // of each rank's rows, those of this launch
-  int rank, lead, across, pause;    // lead: tiles of peers before own ones are mixed in; pause: clocks between pieces
+  int rank, lead, whole, across, pause;  // lead: units of peers before own ones are mixed in; pause: clocks between pieces
   int stride, results_ahead, tag;  // results_ahead: from flags of partial sums to those of results
   long long* profile;
 };
@@ -58,7 +58,7 @@ INLINE Unit unit_at(int n, int units, int lead) {
   return {1, 0, n - theirs};
 }
 
-// The units of a launch, and which of them are this cluster's.
+// The slices of a launch, and which of them are this cluster's.
 struct Work {
   int down, across, units, steps, total, first, at_once;
 
@@ -68,10 +68,36 @@ struct Work {
         across((p.columns + BN - 1) / BN),
         units(down * across),
         steps((p.inner + BK - 1) / BK),
-        total(units * WORLD),
+        total(slices_of(units * WORLD, p.whole)),
         first(blockIdx.x / CLUSTER),
         at_once(gridDim.x / CLUSTER) {}
 };
+
+// The n-th slice of the work: of this rank's rows or a peer's; its first row (of the owner's in this launch) and column, and
+// its first flag.
+struct Task {
+  int own, peer, owner, row, column, columns, flag;
+
+  INLINE Task(const Params& p, const Work& w, int n) {
+    Slice s = slice_at(n, p.whole);
+    Unit t = unit_at(s.unit, w.units, p.lead);
+    Place at = place(t.number, w.down, w.across, p.across);
+    own = t.own;
+    peer = t.peer;
+    owner = own ? p.rank : (p.rank + 1 + peer) % WORLD;
+    row = row_of(at);
+    column = at.column * BN + s.first;
+    columns = s.columns;
+    flag = (t.number * CLUSTER + cluster_place()) * SLICES + s.first / NARROW;
+  }
+};
+
+// Until all flags of a slice say so.
+INLINE bool wait_for_slice(const int* flags, int columns, int epoch, Control* control, int tag) {
+  bool arrived = true;
+  for (int i = 0; i < columns / NARROW && arrived; i++) arrived = wait_for(flags + i, epoch, control, tag);
+  return arrived;
+}
 
 // A tile's place in shared memory, and its barriers: it is free; holds a sum; holds a partial sum; and that has been read.
 // fetched: what is copied has come. poisoned: sums are not numbers any more.
@@ -90,33 +116,30 @@ struct Buffer {
 };
 
 // One thread: operands.
-INLINE void load_units(const Params& p, Stages& stages, const Work& w) {
+INLINE void load_operands(const Params& p, Stages& stages, const Work& w) {
   for (int n = w.first; n < w.total; n += w.at_once) {
-    Unit t = unit_at(n, w.units, p.lead);
-    Place at = place(t.number, w.down, w.across, p.across);
-    int owner = t.own ? p.rank : (p.rank + 1 + t.peer) % WORLD;
-    stages.load(&p.a, &p.b, owner * p.share + p.first + row_of(at), at.column * BN, w.steps);
+    Task t(p, w, n);
+    stages.load(&p.a, &p.b, t.owner * p.share + p.first + t.row, t.column, t.columns, w.steps);
   }
-  WRITE_DOWN(p.profile, STAGE, stages.waited);
+  WRITE_DOWN(p.profile, STAGE, stages.waited());
 }
 
-// Pushes a tile to a peer, piece by piece, and tells it by a flag.
-INLINE void push(const Params& p, const TensorMap* to, int* flag, uint32_t tile, Place at, int source, int pause, int epoch) {
-  int row = row_of(at), column = at.column * BN;
+// Pushes a tile to a peer, piece by piece, and tells it by flags.
+INLINE void push(const Params& p, const TensorMap* to, int* flags, uint32_t tile, const Task& t, int source, int pause, int epoch) {
   // Paced: a burst from all multiprocessors would fill the way to the link, and the operands' loads would queue behind.
   long long next = clock64();
-  for (int r = 0; r < BM && row + r < p.count; r += PIECE_ROWS) {
-    for (int j = 0; j < BOXES && column + j * 64 < p.columns; j++) {
+  for (int r = 0; r < BM && t.row + r < p.count; r += PIECE_ROWS) {
+    for (int j = 0; j < t.columns && t.column + j < p.columns; j += 64) {
       while (clock64() < next) asm volatile("nanosleep.u32 64;");
       next += pause;
-      tma_store(to, tile + j * BOX_BYTES + r * 128, column + j * 64, row + r, source);
+      tma_store(to, tile + j / 64 * BOX_BYTES + r * 128, t.column + j, t.row + r, source);
       tma_commit();
       tma_wait_written<1>();
     }
   }
   tma_wait_written<0>();
   proxy_fence();
-  store_flag(flag, epoch);
+  for (int i = 0; i < t.columns / NARROW; i++) store_flag(flags + i, epoch);
 }
 
 // One thread: partial sums in for own tiles, one peer's after the other's; sums out, to this rank's rows or to the peers.
@@ -128,9 +151,7 @@ INLINE void move_tiles(const Params& p, const Work& w, const Buffer& b, int epoc
   // Of rank + 1 + i, this rank is source WORLD - 2 - i.
   for (int i = 0; i < PEERS && blockIdx.x == 0 && !dead; i++) store_flag(p.peer_begun[i] + PEERS - 1 - i, epoch);
   for (int n = w.first; n < w.total; n += w.at_once) {
-    Unit t = unit_at(n, w.units, p.lead);
-    Place at = place(t.number, w.down, w.across, p.across);
-    int row = row_of(at), column = at.column * BN, number = t.number * CLUSTER + cluster_place();
+    Task t(p, w, n);
     tma_wait_read();
     if (t.own) {
       for (int i = 0; i < PEERS; i++) {
@@ -139,15 +160,17 @@ INLINE void move_tiles(const Params& p, const Work& w, const Buffer& b, int epoc
           added_parity ^= 1;
         }
         int peer = (p.rank + 1 + i) % WORLD;
-        WAITING(for_partials, dead = dead || !wait_for(p.flags + i * p.stride + number, epoch, p.control, p.tag + (peer << 8)));
+        const int* flags = p.flags + i * p.stride + t.flag;
+        WAITING(for_partials, dead = dead || !wait_for_slice(flags, t.columns, epoch, p.control, p.tag + (peer << 8)));
         if (dead) {
           *(volatile int*)b.poisoned = 1;
           barrier_arrive(b.arrived);
           continue;
         }
         proxy_fence();
-        barrier_expect(b.arrived, TILE_BYTES);
-        for (int j = 0; j < BOXES; j++) tma_load(b.tile + j * BOX_BYTES, &p.received, b.arrived, column + j * 64, row, i);
+        barrier_expect(b.arrived, t.columns / 64 * BOX_BYTES);
+        for (int j = 0; j < t.columns; j += 64)
+          tma_load(b.tile + j / 64 * BOX_BYTES, &p.received, b.arrived, t.column + j, t.row, i);
       }
     } else {
       barrier_arrive(b.free);
@@ -155,8 +178,8 @@ INLINE void move_tiles(const Params& p, const Work& w, const Buffer& b, int epoc
     WAITING(for_results, barrier_wait(b.filled, filled_parity));
     filled_parity ^= 1;
     if (t.own) {
-      for (int j = 0; j < BOXES; j++)
-        tma_store(&p.out, b.tile + j * BOX_BYTES, column + j * 64, p.first + row, ALL_ROWS ? p.rank : 0);
+      for (int j = 0; j < t.columns; j += 64)
+        tma_store(&p.out, b.tile + j / 64 * BOX_BYTES, t.column + j, p.first + t.row, ALL_ROWS ? p.rank : 0);
       tma_commit();
       if (!ALL_ROWS) continue;
     }
@@ -167,11 +190,11 @@ INLINE void move_tiles(const Params& p, const Work& w, const Buffer& b, int epoc
       dead = !(begun >> i & 1) && !wait_for(p.begun + i, epoch, p.control, p.tag + (peer << 8));
       if (dead) break;
       begun |= 1u << i;
-      int* flag = p.peer_flags[i] + source * p.stride + number;
+      int* flags = p.peer_flags[i] + source * p.stride + t.flag;
       if (t.own)
-        WAITING(pushing, push(p, &p.given[i], flag + p.results_ahead, b.tile, at, source, pause / PEERS, epoch));
+        WAITING(pushing, push(p, &p.given[i], flags + p.results_ahead, b.tile, t, source, pause / PEERS, epoch));
       else
-        WAITING(pushing, push(p, &p.sent[i], flag, b.tile, at, source, pause, epoch));
+        WAITING(pushing, push(p, &p.sent[i], flags, b.tile, t, source, pause, epoch));
     }
   }
   tma_wait_written<0>();
@@ -194,7 +217,8 @@ INLINE void collect(const Params& p, const Work& w, const Buffer& b, int epoch) 
     int source = n % PEERS, number = n / PEERS, owner = (p.rank + 1 + source) % WORLD;
     Place at = place(number / CLUSTER, w.down, w.across, p.across);
     int row = (at.row * CLUSTER + number % CLUSTER) * BM, column = at.column * BN;
-    dead = dead || !wait_for(p.flags + p.results_ahead + source * p.stride + number, epoch, p.control, p.tag + (owner << 8));
+    const int* flags = p.flags + p.results_ahead + source * p.stride + number * SLICES;
+    dead = dead || !wait_for_slice(flags, BN, epoch, p.control, p.tag + (owner << 8));
     if (dead && !poisoned) {  // from now on, what is copied is not a number
       poisoned = true;
       tma_wait_read();
@@ -203,16 +227,16 @@ INLINE void collect(const Params& p, const Work& w, const Buffer& b, int epoch) 
     }
     proxy_fence();
     for (int r = 0; r < BM && row + r < p.count; r += COPY_ROWS) {
-      for (int j = 0; j < BOXES && column + j * 64 < p.columns; j++, turn ^= 1) {
+      for (int j = 0; j < BN && column + j < p.columns; j += 64, turn ^= 1) {
         uint32_t buffer = buffers + turn * COPY_BYTES;
         tma_wait_read<1>();
         if (!dead) {
           barrier_expect(b.fetched, COPY_BYTES);
-          tma_load(buffer, &p.results, b.fetched, column + j * 64, row + r, source);
+          tma_load(buffer, &p.results, b.fetched, column + j, row + r, source);
           barrier_wait(b.fetched, parity);
           parity ^= 1;
         }
-        tma_store(&p.copied, buffer, column + j * 64, p.first + row + r, owner);
+        tma_store(&p.copied, buffer, column + j, p.first + row + r, owner);
         tma_commit();
       }
     }
@@ -220,27 +244,36 @@ INLINE void collect(const Params& p, const Work& w, const Buffer& b, int epoch) 
   tma_wait_written<0>();
 }
 
-// All threads of a multiplying warp group: a tile's product, with own rows what the peers have sent, and the bias.
-INLINE void multiply_units(const Params& p, Stages& stages, const Work& w, const Buffer& b, int group) {
-  int thread = threadIdx.x & 127, lane = threadIdx.x & 31, first_row = (group - 1) * 64 + thread / 32 * 16;
+// All threads of a multiplying warp group.
+struct Multiplier {
+  const Params& p;
+  const Work& w;
+  const Buffer& b;
+  Stages& stages;
+  int group, thread, lane, first_row;
   uint32_t free_parity = 0, arrived_parity = 0;
-  long long for_place = 0, begun = clock64();
-  float c[BN / 2];
-  for (int n = w.first; n < w.total; n += w.at_once) {
-    Unit t = unit_at(n, w.units, p.lead);
-    Place at = place(t.number, w.down, w.across, p.across);
-    multiply_tile(c, stages, w.steps, group - 1, thread);
-    int owner = t.own ? p.rank : (p.rank + 1 + t.peer) % WORLD, column = at.column * BN;
-    int row = owner * p.share + p.first + row_of(at) + first_row + lane / 4;
+  long long for_place = 0;
+
+  INLINE Multiplier(const Params& p, const Work& w, const Buffer& b, Stages& stages, int group)
+      : p(p), w(w), b(b), stages(stages), group(group), thread(threadIdx.x & 127), lane(threadIdx.x & 31) {
+    first_row = (group - 1) * 64 + thread / 32 * 16;
+  }
+
+  // A tile's product, with own rows what the peers have sent, and the bias.
+  template <int COLUMNS>
+  INLINE void compute(const Task& t, Ring<COLUMNS>& ring) {
+    float c[COLUMNS / 2];
+    multiply_tile(c, ring, w.steps, group - 1, thread);
+    int row = t.owner * p.share + p.first + t.row + first_row + lane / 4;
 #if FP8
-    scale_tile(c, p.a_scale, row, p.rows, p.b_scale, column, p.columns, lane);
+    scale_tile<COLUMNS>(c, p.a_scale, row, p.rows, p.b_scale, t.column, p.columns, lane);
 #endif
     if (t.own) {
       for (int i = 0; i < PEERS; i++) {
         WAITING(for_place, barrier_wait(b.arrived, arrived_parity));
         arrived_parity ^= 1;
 #pragma unroll
-        for (int j = 0; j < BN / 16; j++) {
+        for (int j = 0; j < COLUMNS / 16; j++) {
           uint32_t words[4];
           tile_load(words, tile_address(b.tile, first_row, lane, j));
 #pragma unroll
@@ -254,17 +287,17 @@ INLINE void multiply_units(const Params& p, Stages& stages, const Work& w, const
           if (thread == 0) barrier_arrive(b.added);
         }
       }
-      add_bias(c, p.bias, column, p.columns, row < p.rows, row + 8 < p.rows, lane);
+      add_bias<COLUMNS>(c, p.bias, t.column, p.columns, row < p.rows, row + 8 < p.rows, lane);
       if (*(volatile int*)b.poisoned) {
 #pragma unroll
-        for (int i = 0; i < BN / 2; i++) c[i] = NOT_A_NUMBER;
+        for (int i = 0; i < COLUMNS / 2; i++) c[i] = NOT_A_NUMBER;
       }
     } else {
       WAITING(for_place, barrier_wait(b.free, free_parity));
       free_parity ^= 1;
     }
 #pragma unroll
-    for (int j = 0; j < BN / 16; j++) {
+    for (int j = 0; j < COLUMNS / 16; j++) {
       uint32_t words[4];
       rounded(words, c, j);
       tile_store(tile_address(b.tile, first_row, lane, j), words);
@@ -273,20 +306,31 @@ INLINE void multiply_units(const Params& p, Stages& stages, const Work& w, const
     asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
     if (thread == 0) barrier_arrive(b.filled);
   }
-  if (threadIdx.x == 128) {
-    WRITE_DOWN(p.profile, ALL, clock64() - begun);
-    WRITE_DOWN(p.profile, OPERANDS, stages.waited);
-    WRITE_DOWN(p.profile, PLACE, for_place);
+
+  INLINE void run() {
+    long long begun = clock64();
+    for (int n = w.first; n < w.total; n += w.at_once) {
+      Task t(p, w, n);
+      if (t.columns == BN)
+        compute(t, stages.wide);
+      else
+        compute(t, stages.narrow);
+    }
+    if (threadIdx.x == 128) {
+      WRITE_DOWN(p.profile, ALL, clock64() - begun);
+      WRITE_DOWN(p.profile, OPERANDS, stages.waited());
+      WRITE_DOWN(p.profile, PLACE, for_place);
+    }
   }
-}
+};
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_scatter(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
-  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 5];
+  __shared__ alignas(8) uint64_t barriers[STAGE_BARRIERS + 5];
   __shared__ int poisoned;
   uint32_t data = (shared_address(memory) + 1023) & ~1023u;
   Stages stages(data, shared_address(barriers));
-  uint32_t more = stages.empty + 8 * STAGES;
+  uint32_t more = shared_address(barriers + STAGE_BARRIERS);
   Buffer buffer = {data + STAGES * STAGE_BYTES, more, more + 8, more + 16, more + 24, more + 32, &poisoned};
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
@@ -301,14 +345,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     if (warp == 0 && lane == 0)
-      load_units(p, stages, work);
+      load_operands(p, stages, work);
     else if (warp == 1 && lane == 0)
       move_tiles(p, work, buffer, epoch);
     else if (ALL_ROWS && warp == 2 && lane == 0)
       collect(p, work, buffer, epoch);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
-    multiply_units(p, stages, work, buffer, group);
+    Multiplier(p, work, buffer, stages, group).run();
   }
   cluster_sync();  // no CTA leaves while another may still signal it
 }

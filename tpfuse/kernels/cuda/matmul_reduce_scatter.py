@@ -74,22 +74,27 @@ def matmul_reduce_scatter(
     kernel = kernel_of(workspace, FILES, macros, shared_bytes)
     stream = arena.enter()
     for first, count in parts(share, most):
-        blocks = cut.blocks(arena.multiprocessors, cut.tiles(count, columns) * arena.world)
+        blocks, whole = cut.grid(arena.multiprocessors, cut.tiles(count, columns) * arena.world)
         made = Parameters(parameters(arena.world))
-        _fill(made.fields, workspace, (a, b, b_rows, out, bias, factors), (share, first, count), cut, blocks)
+        _fill(made.fields, workspace, (a, b, b_rows, out, bias, factors), (share, first, count), cut, (blocks, whole))
         made.launch(kernel, blocks, THREADS, shared_bytes, stream)
     return out.view(-1, columns)[: input.shape[0]] if all_rows else out[0]
 
 
 def most_rows(workspace: Workspace, columns: int, dtype: torch.dtype, cut: Tiling, all_rows: bool = False) -> int:
-    """Rows of a rank in one launch, maybe none: by the room for partial sums (and results), and for a flag per tile."""
+    """Rows of a rank in one launch, maybe none: by the room for partial sums (and results), and for flags."""
     peers = workspace.arena.world - 1
     by_bytes = workspace.bytes // ((2 if all_rows else 1) * peers * columns * dtype.itemsize) // cut.unit_rows
-    return min(by_bytes, FLAGS // peers // cut.tiles(1, columns)) * cut.unit_rows
+    return min(by_bytes, FLAGS // peers // (cut.tiles(1, columns) * cut.slices)) * cut.unit_rows
 
 
 def _fill(
-    fields: Any, workspace: Workspace, tensors: tuple[Any, ...], part: tuple[int, int, int], cut: Tiling, blocks: int
+    fields: Any,
+    workspace: Workspace,
+    tensors: tuple[Any, ...],
+    part: tuple[int, int, int],
+    cut: Tiling,
+    grid: tuple[int, int],
 ) -> None:
     a, b, b_rows, out, bias, factors = tensors
     (rows, inner), columns, (share, first, count) = a.shape, out.shape[2], part
@@ -97,7 +102,7 @@ def _fill(
     row_bytes = columns * dtype.itemsize
     fields.a, fields.b = (
         operand(a, rows, TILE_ROWS),
-        operand(b, b.shape[0], STEP_BYTES // 2 if b_rows else cut.columns // cut.cluster),
+        operand(b, b.shape[0], STEP_BYTES // 2 if b_rows else cut.box_columns),
     )
     sizes, steps = (columns, first + count, out.shape[0]), (row_bytes, share * row_bytes)
     fields.out = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, TILE_ROWS, 1))
@@ -116,6 +121,7 @@ def _fill(
     fields.a_scale, fields.b_scale = (Scale.of(each, each is not None and each.numel() > 1) for each in factors)
     fields.rows, fields.columns, fields.inner, fields.share = rows, columns, inner, share
     fields.first, fields.count, fields.rank, fields.across = first, count, arena.rank, max(1, cut.across // cut.cluster)
+    blocks, fields.whole = grid
     theirs, at_once = cut.tiles(count, columns) // cut.cluster * peers, blocks // cut.cluster
     fields.lead = theirs if cut.lead is None else min(theirs, cut.lead * at_once // peers * peers)
     fields.pause = int(cut.pace * cut.clocks(inner, a.dtype) / (TILE_ROWS // _PIECE_ROWS * cut.columns // BOX))
@@ -133,7 +139,7 @@ def parameters(world: int) -> type[ctypes.Structure]:
     addresses: list[tuple[str, Any]] = [(name, address * peers) for name in ("peer_flags", "peer_begun")]
     addresses += [(name, address) for name in ("flags", "begun", "epoch", "control", "bias")]
     addresses += [(name, Scale) for name in ("a_scale", "b_scale")]
-    sizes = ("rows", "columns", "inner", "share", "first", "count", "rank", "lead", "across", "pause")
+    sizes = ("rows", "columns", "inner", "share", "first", "count", "rank", "lead", "whole", "across", "pause")
     names = (*sizes, "stride", "results_ahead", "tag")
     fields = (*maps, *addresses, *((name, number) for name in names), ("profile", address))
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
