@@ -116,6 +116,7 @@ def test_slices(tmp_path):
         at_once = blocks // cluster
         assert blocks == at_once * cluster <= multiprocessors and at_once <= count
         longest = max(sum(columns for _, _, columns in slices[first::at_once]) for first in range(at_once))
+        assert Tiling(128, 6, cluster).grid(multiprocessors, units * cluster)[1] == units
         rounds, rest = divmod(2 * units, 2 * (multiprocessors // cluster))
         assert longest == 256 * rounds + (0 if not rest else 128 if rest <= multiprocessors // cluster else 256)
 

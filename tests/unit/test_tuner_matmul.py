@@ -13,7 +13,7 @@ from tpfuse.errors import BuildError, PeerTimeoutError
 from tpfuse.kernels import matmul_candidates
 from tpfuse.kernels.cuda import all_gather_matmul as gather
 from tpfuse.kernels.cuda import matmul_reduce_scatter as scatter
-from tpfuse.kernels.cuda.gemm import Tiling
+from tpfuse.kernels.cuda.gemm import MOST_SHARED_BYTES, Tiling
 from tpfuse.kernels.matmul_candidates import (
     ALL_GATHER_MATMUL,
     MATMUL_ALL_REDUCE,
@@ -94,8 +94,8 @@ def test_tilings(op, rows, columns):
     room = gather.room if op == ALL_GATHER_MATMUL else lambda tiling: scatter.room(tiling, op == MATMUL_ALL_REDUCE)
     assert len(set(listed)) == len(listed) and {tiling.columns for tiling in listed} == columns
     for tiling in listed:
-        assert isinstance(tiling, Tiling) and room(tiling) <= proposals.MOST_SHARED_BYTES
-        assert room(dataclasses.replace(tiling, stages=tiling.stages + 1)) > proposals.MOST_SHARED_BYTES
+        assert isinstance(tiling, Tiling) and room(tiling) <= MOST_SHARED_BYTES
+        assert room(dataclasses.replace(tiling, stages=tiling.stages + 1)) > MOST_SHARED_BYTES
     assert len({tiling.pace for tiling in listed}) > 1
 
 

@@ -41,7 +41,6 @@ TILINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     MATMUL_ALL_REDUCE: {"cluster": (1, 2), "across": (8, 16), "lead": (None, 1), "pace": (0.5, 0.95)},
 }
 ONLY_NARROW_ROWS, ONLY_WIDE_ROWS = 256, 4096  # up to so many rows only narrow tiles, from so many on only wide ones
-MOST_SHARED_BYTES = 226 << 10  # of a block, its barriers aside
 MOST_STAGES = 8
 #: Operation -> its candidates by name.
 KNOWN: Mapping[str, Mapping[str, Any]] = {**CANDIDATES, **MATMULS}
@@ -200,7 +199,7 @@ def _matmul_choices(arena: Any, problem: MatmulProblem) -> list[Choice]:
 def tilings(problem: MatmulProblem) -> list[Any]:
     """Of our kernel: each of ``TILINGS`` with tiles that suit so many rows, and as many stages as there is room for."""
     from tpfuse.kernels.cuda import all_gather_matmul, matmul_reduce_scatter
-    from tpfuse.kernels.cuda.gemm import Tiling
+    from tpfuse.kernels.cuda.gemm import MOST_SHARED_BYTES, Tiling
 
     def room(tiling: Tiling) -> int:
         if problem.op == ALL_GATHER_MATMUL:

@@ -2,14 +2,15 @@
 // peers in paced pieces; tiles of a peer's rows wait until those have arrived.
 //
 // One CTA per multiprocessor, all resident. Warp group 0: warp 0 loads operands, warp 1 pushes. Groups 1, 2: wgmma.
-// Needs what gemm.cuh needs, WORLD, MATRICES and ELEMENT (of results; 0: bf16, 1: fp16).
+// Needs what gemm.cuh needs, WORLD, MATRICES, ELEMENT (of results; 0: bf16, 1: fp16) and STORED (columns of a tile that leave
+// together: a multiple of 64).
 //
 // Epochs as in matmul_reduce_scatter.cu. A count per block of rows and source tells the owner how many pieces have arrived; the
 // last CTA of a call to end sets them to zero, before this rank begins the call after it.
 
 constexpr int PEERS = WORLD - 1;
 constexpr int PIECE_ROWS = 64, PIECE_BYTES = PIECE_ROWS * BK_BYTES;
-constexpr int STRIP_BYTES = 16 * 128;  // of each multiplying warp: 64 columns of its rows
+constexpr int STORED_BYTES = STORED / 64 * BOX_BYTES;
 
 struct Params {
   TensorMap a;               // [first + count, K], this rank's rows
@@ -17,13 +18,13 @@ struct Params {
   TensorMap gathered;        // [PEERS, count, K]: by source
   TensorMap sent[PEERS];     // the same of rank + 1, rank + 2, ..., in pieces
   TensorMap b[MATRICES];     // [N, K] each
+  TensorMap out[MATRICES];   // [WORLD, first + count, N]: planes of S rows
   int* peer_counts[PEERS];   // theirs: as counts
   int* peer_begun[PEERS];
   int* counts;               // [PEERS, stride]: source rank + 1, rank + 2, ...; a block of rows each
   int* begun;                // [PEERS]
   int* epoch;                // {of the last call that has ended, CTAs that have ended this one}
   Control* control;
-  uint16_t* out[MATRICES];         // [WORLD * S, N] each
   const uint16_t* bias[MATRICES];  // [N] or null
   Scale a_scale, b_scale[MATRICES];  // with FP8: of [S], this rank's, and [N]
   float* scales;             // [PEERS, scale_stride]: of the peers' rows, where each row has one
@@ -71,36 +72,6 @@ INLINE int pieces_of(const Params& p, int block) {
 INLINE void count_piece(int* count) {
   proxy_fence();
   asm volatile("red.release.sys.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
-}
-
-// Rounded, 64 columns at a time through shared memory, so that a row's are written together. rows, left: how many of the
-// warp's 16 rows and of the tile's columns there are.
-template <int COLUMNS>
-INLINE void store_rows(const float* c, uint32_t strip, uint16_t* out, int rows, int left, int pitch, int lane) {
-#pragma unroll
-  for (int box = 0; box < COLUMNS / 64; box++) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      uint32_t words[4];
-      rounded(words, c, 4 * box + j);
-      tile_store(tile_address(strip, 0, lane, j), words);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int row = 4 * i + lane / 8, column = 64 * box + lane % 8 * 8;
-      uint32_t a, b, d, e;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(a), "=r"(b), "=r"(d), "=r"(e)
-                   : "r"(strip + row * 128 + (((lane % 8) ^ (row & 7)) << 4))
-                   : "memory");
-      if (row < rows && column < left)
-        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(out + (size_t)row * pitch + column), "r"(a), "r"(b), "r"(d),
-                     "r"(e)
-                     : "memory");
-    }
-    __syncwarp();
-  }
 }
 
 // The slices of a launch, and which of them are this cluster's.
@@ -222,12 +193,11 @@ struct Multiplier {
   const int* poisoned;
   Stages& stages;
   int group, thread, lane, first_row;
-  uint32_t strip;
+  uint32_t tile;
 
-  INLINE Multiplier(const Params& p, const Work& w, uint32_t strips, const int* poisoned, Stages& stages, int group)
-      : p(p), w(w), poisoned(poisoned), stages(stages), group(group), thread(threadIdx.x & 127), lane(threadIdx.x & 31) {
+  INLINE Multiplier(const Params& p, const Work& w, uint32_t tile, const int* poisoned, Stages& stages, int group)
+      : p(p), w(w), poisoned(poisoned), stages(stages), group(group), thread(threadIdx.x & 127), lane(threadIdx.x & 31), tile(tile) {
     first_row = (group - 1) * 64 + thread / 32 * 16;
-    strip = strips + (threadIdx.x / 32 - 4) * STRIP_BYTES;
   }
 
   // A tile's product, scales, bias, and out.
@@ -236,40 +206,53 @@ struct Multiplier {
     float c[COLUMNS / 2];
     multiply_tile(c, ring, w.steps, group - 1, thread);
     const uint16_t* bias = p.bias[0];
-    uint16_t* out = p.out[0];
-    int columns = p.columns[0], row = t.row + first_row;
+    const TensorMap* out = &p.out[0];
+    int columns = p.columns[0];
     Scale b_scale = p.b_scale[0];
     for (int m = 1; m < MATRICES; m++)
       if (m == t.matrix) {
         bias = p.bias[m];
-        out = p.out[m];
+        out = &p.out[m];
         columns = p.columns[m];
         b_scale = p.b_scale[m];
       }
 #if FP8
     Scale a_scale = p.a_scale;
     if (a_scale.each) a_scale.factors = t.source < 0 ? a_scale.factors + p.first : p.scales + t.source * p.scale_stride;
-    scale_tile<COLUMNS>(c, a_scale, row + lane / 4, p.count, b_scale, t.column, columns, lane);
+    scale_tile<COLUMNS>(c, a_scale, t.row + first_row + lane / 4, p.count, b_scale, t.column, columns, lane);
 #endif
     add_bias<COLUMNS>(c, bias, t.column, columns, true, true, lane);
     if (*(const volatile int*)poisoned) {
 #pragma unroll
       for (int i = 0; i < COLUMNS / 2; i++) c[i] = NOT_A_NUMBER;
     }
-    int owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
-    out += (size_t)(owner * p.share + p.first + row) * columns + t.column;
-    store_rows<COLUMNS>(c, strip, out, p.count - row, columns - t.column, columns, lane);
+    uint32_t words[COLUMNS / 16][4];
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 16; j++) rounded(words[j], c, j);
+    constexpr int PART = COLUMNS < STORED ? COLUMNS : STORED;
+    int upper = (group - 1) * 64, owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
+#pragma unroll
+    for (int first = 0; first < COLUMNS; first += PART) {
+      if (thread == 0) tma_wait_read();
+      asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
+#pragma unroll
+      for (int j = 0; j < PART / 16; j++) tile_store(tile_address(tile, first_row, lane, j), words[first / 16 + j]);
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
+      if (thread == 0 && t.row + upper < p.count) {
+        for (int j = 0; j < PART; j += 64)
+          tma_store(out, tile + j / 64 * BOX_BYTES + upper * 128, t.column + first + j, p.first + t.row + upper, owner);
+        tma_commit();
+      }
+    }
   }
 
   INLINE void run() {
     long long begun = clock64();
-    for (int n = w.first; n < w.total; n += w.at_once) {
-      Task t(p, w, n);
-      if (t.columns == BN)
-        compute(t, stages.wide);
-      else
-        compute(t, stages.narrow);
-    }
+    int n = w.first;
+    for (; n < p.whole; n += w.at_once) compute(Task(p, w, n), stages.wide);
+    for (; SLICES > 1 && n < w.total; n += w.at_once) compute(Task(p, w, n), stages.narrow);
+    if (thread == 0) tma_wait_written<0>();
     if (threadIdx.x == 128) {
       WRITE_DOWN(p.profile, ALL, clock64() - begun);
       WRITE_DOWN(p.profile, OPERANDS, stages.waited());

@@ -15,7 +15,9 @@ import torch
 from tpfuse.comm.workspace import BEGUN_OFFSET, COUNTS, COUNTS_OFFSET, DATA_OFFSET, Workspace
 from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.cuda.gemm import (
+    BOX,
     FP8,
+    MOST_SHARED_BYTES,
     STEP_BYTES,
     THREADS,
     TILE_ROWS,
@@ -33,7 +35,7 @@ from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
 FILES = ("hopper.cuh", "gemm.cuh", "all_gather_matmul.cu")
 MOST_MATRICES = 4
 _PIECE_ROWS = 64
-_BOUNCE_BYTES, _STRIPS_BYTES = 2 * _PIECE_ROWS * STEP_BYTES, 8 * 16 * 128
+_BOUNCE_BYTES = 2 * _PIECE_ROWS * STEP_BYTES
 _SCALES_ALIGNMENT = 128
 _FP8_NAN = 0x7F  # of e4m3, as a byte
 _TAG = 5  # comm/arena.py TAGS
@@ -129,7 +131,11 @@ def _fill(
         columns, bias = out.shape[1], biases[number] if biases else None
         fields.b[number] = operand(b, b.shape[0], STEP_BYTES // 2 if b_rows else cut.box_columns)
         fields.columns[number] = columns
-        fields.out[number], fields.bias[number] = out.data_ptr(), 0 if bias is None else bias.data_ptr()
+        sizes, row_bytes = (columns, first + count, arena.world), columns * out.element_size()
+        fields.out[number] = tensor_map(
+            out.data_ptr(), out.dtype, sizes, (row_bytes, share * row_bytes), (BOX, TILE_ROWS // 2, 1)
+        )
+        fields.bias[number] = 0 if bias is None else bias.data_ptr()
         scale = factors[1 + number] if factors else None
         fields.b_scale[number] = Scale.of(scale, scale is not None and scale.numel() > 1)
     fields.counts, fields.begun = workspace.base + COUNTS_OFFSET, workspace.base + BEGUN_OFFSET
@@ -155,10 +161,10 @@ def parameters(world: int, matrices: int) -> type[ctypes.Structure]:
     """``Params`` of the kernel."""
     address, number, peers = ctypes.c_uint64, ctypes.c_int32, world - 1
     maps: list[tuple[str, Any]] = [(name, TensorMap) for name in ("a", "piece", "gathered")]
-    maps += [("sent", TensorMap * peers), ("b", TensorMap * matrices)]
+    maps += [("sent", TensorMap * peers), ("b", TensorMap * matrices), ("out", TensorMap * matrices)]
     addresses: list[tuple[str, Any]] = [(name, address * peers) for name in ("peer_counts", "peer_begun")]
     addresses += [(name, address) for name in ("counts", "begun", "epoch", "control")]
-    addresses += [("out", address * matrices), ("bias", address * matrices)]
+    addresses += [("bias", address * matrices)]
     addresses += [("a_scale", Scale), ("b_scale", Scale * matrices), ("scales", address), ("peer_scales", address * peers)]
     numbers: list[tuple[str, Any]] = [("columns", number * matrices)]
     names = ("inner", "share", "first", "count", "rank", "whole", "across", "pause", "stride", "scale_stride", "tag")
@@ -168,10 +174,16 @@ def parameters(world: int, matrices: int) -> type[ctypes.Structure]:
 
 def room(cut: Tiling) -> int:
     """Bytes of shared memory."""
-    return cut.operand_bytes + _BOUNCE_BYTES + _STRIPS_BYTES
+    return cut.operand_bytes + _BOUNCE_BYTES + TILE_ROWS * stored(cut) * 2
+
+
+def stored(cut: Tiling) -> int:
+    """Columns of a tile of results that leave together: as many as there is room for."""
+    left = MOST_SHARED_BYTES - cut.operand_bytes - _BOUNCE_BYTES
+    return next((n for n in (cut.columns, cut.columns // 2) if TILE_ROWS * n * 2 <= left), BOX)
 
 
 def options(
     world: int, matrices: int, dtype: torch.dtype, out_dtype: torch.dtype, cut: Tiling, b_rows: bool
 ) -> tuple[tuple[str, int], ...]:
-    return *cut.options(world, dtype, out_dtype, b_rows), ("MATRICES", matrices)
+    return *cut.options(world, dtype, out_dtype, b_rows), ("MATRICES", matrices), ("STORED", stored(cut))

@@ -26,6 +26,7 @@ TILE_ROWS, STEP_BYTES, NARROW, BOX = (
     64,
 )  # BM, BK_BYTES, NARROW and the columns of a box of results in gemm.cuh
 THREADS = 384
+MOST_SHARED_BYTES = 226 << 10  # of a block, its barriers aside
 _ALIGNMENT_BYTES = 16
 _FLOP_PER_CLOCK = 8192  # of one multiprocessor, divided by the bytes of an element
 
@@ -92,7 +93,7 @@ class Tiling:
         """
         clusters, units = multiprocessors // self.cluster, tiles // self.cluster
         rest = units % clusters
-        whole = units - rest if rest * self.slices <= clusters else units
+        whole = units - rest if self.slices > 1 and rest * self.slices <= clusters else units
         return min(clusters, whole + (units - whole) * self.slices) * self.cluster, whole
 
     def clocks(self, inner: int, dtype: torch.dtype) -> float:

@@ -309,13 +309,9 @@ struct Multiplier {
 
   INLINE void run() {
     long long begun = clock64();
-    for (int n = w.first; n < w.total; n += w.at_once) {
-      Task t(p, w, n);
-      if (t.columns == BN)
-        compute(t, stages.wide);
-      else
-        compute(t, stages.narrow);
-    }
+    int n = w.first;
+    for (; n < p.whole; n += w.at_once) compute(Task(p, w, n), stages.wide);
+    for (; SLICES > 1 && n < w.total; n += w.at_once) compute(Task(p, w, n), stages.narrow);
     if (threadIdx.x == 128) {
       WRITE_DOWN(p.profile, ALL, clock64() - begun);
       WRITE_DOWN(p.profile, OPERANDS, stages.waited());
