@@ -20,7 +20,7 @@ from tpfuse.kernels.cuda import matmul_reduce_scatter as scatter
 from tpfuse.kernels.cuda.gemm import Tiling
 
 SIZES = [(5, 64, 72), (300, 520, 264), (2000, 1024, 776)]
-TILINGS = [Tiling(128, 4, lead=1), Tiling(256, 3, cluster=2, lead=None, across=3)]
+TILINGS = [Tiling(128, 4, lead=1), Tiling(192, 4, cluster=2), Tiling(256, 3), Tiling(256, 3, cluster=2, lead=2, across=3)]
 BYTES_OF_PEER = 1200 << 10  # so that the largest of the sizes is done in parts
 LIMIT = 6e-3  # of bf16: a rounding of each partial sum, and of the result
 

@@ -117,7 +117,7 @@ def test_sizes_as_the_kernels_have_them():
         text = shared + (folder / own.FILES[-1]).read_text()
         size = lambda name, text=text: int(re.search(rf"\b{name} = (\d+)", text)[1])  # noqa: E731
         assert (size("BM"), size("BK_BYTES"), size("PIECE_ROWS")) == (gemm.TILE_ROWS, gemm.STEP_BYTES, own._PIECE_ROWS)
-        assert size("NARROW") == gemm.NARROW
+        assert "NARROW = BN == 256 ? 128 : BN," in text and [Tiling(n).narrow for n in gemm.COLUMNS] == [128, 192, 128]
         assert f"__launch_bounds__({gemm.THREADS}, 1)" in text
         if own is scatter:
             assert size("COPY_ROWS") == own._COPY_ROWS

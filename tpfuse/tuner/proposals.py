@@ -214,11 +214,13 @@ def tilings(problem: MatmulProblem) -> list[Any]:
                 Tiling(columns=columns, stages=stages, **dict(zip(tried, values, strict=True)))
                 for stages in range(MOST_STAGES, 0, -1)
             ]
-            found.append(next(tiling for tiling in laid if room(tiling) <= MOST_SHARED_BYTES))
+            fits = [tiling for tiling in laid if room(tiling) <= MOST_SHARED_BYTES]
+            # With a stage less, a whole wide tile of gathered rows' results has room, and is stored at once.
+            found += fits[: 2 if problem.op == ALL_GATHER_MATMUL and columns == 256 else 1]
     return found
 
 
 def _tile_columns(rows: int) -> tuple[int, ...]:
     if rows <= ONLY_NARROW_ROWS:
         return (128,)
-    return (128, 256) if rows < ONLY_WIDE_ROWS else (256,)
+    return (128, 192, 256) if rows < ONLY_WIDE_ROWS else (256,)

@@ -264,7 +264,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul
   extern __shared__ uint8_t memory[];
   __shared__ alignas(8) uint64_t barriers[STAGE_BARRIERS + 1];
   __shared__ int poisoned;
-  uint32_t data = (shared_address(memory) + 1023) & ~1023u, bounce = data + STAGES * STAGE_BYTES;
+  uint32_t data = (shared_address(memory) + 1023) & ~1023u, bounce = data + OPERAND_BYTES;
   Stages stages(data, shared_address(barriers));
   uint32_t fetched = shared_address(barriers + STAGE_BARRIERS);
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;

@@ -15,6 +15,7 @@ import torch
 from tpfuse.comm.workspace import BEGUN_OFFSET, COUNTS, COUNTS_OFFSET, DATA_OFFSET, Workspace
 from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.cuda.gemm import (
+    ALIGNMENT_BYTES,
     BOX,
     FP8,
     MOST_SHARED_BYTES,
@@ -68,6 +69,7 @@ def all_gather_matmul(
     columns = [weight.shape[1] for weight in weights]
     cut = cut or tiling(share, sum(columns), input.dtype)
     a, added, (b_rows, bs) = by_rows(input), [aligned(bias) for bias in biases], right_operands(weights)
+    cut = cut.suiting(b_rows)
     factors = [scale.contiguous() for scale in (input_scale, *weight_scales) if scale is not None]
     outs = [torch.empty((arena.world * share, n), dtype=dtype, device=input.device) for n in columns]
     everybodys = input.new_empty((arena.world, share, inner)) if gathered else None
@@ -80,7 +82,14 @@ def all_gather_matmul(
         tiles = sum(cut.tiles(count, n) for n in columns) * arena.world
         blocks, whole = cut.grid(arena.multiprocessors, tiles)
         made = Parameters(parameters(arena.world, len(weights)))
-        _fill(made.fields, workspace, (a, bs, b_rows, outs, added, factors), (share, first, count), cut, (tiles, whole))
+        _fill(
+            made.fields,
+            workspace,
+            (a, bs, b_rows, outs, added, factors),
+            (share, first, count),
+            cut,
+            (tiles, blocks, whole),
+        )
         made.launch(kernel, blocks, THREADS, shared_bytes, stream)
         if everybodys is not None:
             arrived = workspace.data(input.dtype, (arena.world - 1, count, inner))
@@ -114,7 +123,7 @@ def _fill(
     tensors: tuple[Any, ...],
     part: tuple[int, int, int],
     cut: Tiling,
-    work: tuple[int, int],
+    work: tuple[int, int, int],
 ) -> None:
     a, bs, b_rows, outs, biases, factors = tensors
     inner, (share, first, count) = a.shape[1], part
@@ -142,10 +151,11 @@ def _fill(
     fields.epoch, fields.control = workspace.base, arena.control
     fields.inner, fields.share, fields.first, fields.count = inner, share, first, count
     fields.rank, fields.across = arena.rank, max(1, cut.across // cut.cluster)
-    tiles, fields.whole = work
+    tiles, blocks, fields.whole = work
     pieces = -(-count // _PIECE_ROWS) * -(-inner // step) * peers
-    # What is sent should have gone by the time that the last rank's rows are begun.
-    fields.pause = int(cut.pace * cut.clocks(inner, dtype) * tiles * peers / arena.world / max(1, pieces))
+    # What is sent should have gone by the time that the last rank's rows are begun: after so many rounds of tiles.
+    rounds = tiles * peers // arena.world // blocks
+    fields.pause = int(cut.pace * cut.clocks(inner, dtype) * rounds * blocks / pieces)
     fields.stride, fields.tag = COUNTS // peers, _TAG
     fields.profile = 0 if workspace.profile is None else workspace.profile.data_ptr()
     # Behind the rows; no two sources' in one line of a cache.
@@ -174,16 +184,21 @@ def parameters(world: int, matrices: int) -> type[ctypes.Structure]:
 
 def room(cut: Tiling) -> int:
     """Bytes of shared memory."""
-    return cut.operand_bytes + _BOUNCE_BYTES + TILE_ROWS * stored(cut) * 2
+    return cut.room(_beside(cut))
+
+
+def _beside(cut: Tiling) -> int:
+    """Bytes of shared memory beside operands."""
+    return _BOUNCE_BYTES + TILE_ROWS * stored(cut) * 2
 
 
 def stored(cut: Tiling) -> int:
     """Columns of a tile of results that leave together: as many as there is room for."""
-    left = MOST_SHARED_BYTES - cut.operand_bytes - _BOUNCE_BYTES
-    return next((n for n in (cut.columns, cut.columns // 2) if TILE_ROWS * n * 2 <= left), BOX)
+    left = MOST_SHARED_BYTES - ALIGNMENT_BYTES - cut.stages * (TILE_ROWS + cut.columns) * STEP_BYTES - _BOUNCE_BYTES
+    return next((n for n in (cut.columns, cut.columns // 2) if not n % BOX and TILE_ROWS * n * 2 <= left), BOX)
 
 
 def options(
     world: int, matrices: int, dtype: torch.dtype, out_dtype: torch.dtype, cut: Tiling, b_rows: bool
 ) -> tuple[tuple[str, int], ...]:
-    return *cut.options(world, dtype, out_dtype, b_rows), ("MATRICES", matrices), ("STORED", stored(cut))
+    return *cut.options(world, dtype, out_dtype, b_rows, _beside(cut)), ("MATRICES", matrices), ("STORED", stored(cut))

@@ -1,7 +1,8 @@
 // The main loop of a persistent, warp-specialised GEMM on Hopper: one warp loads by TMA, two warp groups multiply by wgmma.
 //
 // A [M, K] with K contiguous and B [N, K] with K contiguous (B_ROWS 0) or N (B_ROWS 1), 16-bit or (FP8 1) e4m3, then with
-// B_ROWS 0; C in fp32 registers, 64 x BN per warp group. Needs BN, STAGES, B_ROWS, CLUSTER, FP8.
+// B_ROWS 0; C in fp32 registers, 64 x BN per warp group. Needs BN (128, 192, 256), STAGES, OPERAND_BYTES (of shared memory, for
+// all stages), B_ROWS, CLUSTER, FP8.
 //
 // CLUSTER (1 or 2) CTAs compute tiles one below the other at the same time. Each loads its rows of A, and its part of B for
 // all of them. A unit is the tiles of a cluster. What a tile is computed with has a parameter COLUMNS: BN, or NARROW for a
@@ -9,7 +10,7 @@
 
 constexpr int BM = 128, BK_BYTES = 128, BK = FP8 ? 128 : 64;
 constexpr int A_BYTES = BM * BK_BYTES, B_BYTES = BN * BK_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int NARROW = 128, SLICES = BN / NARROW, NARROW_STAGES = STAGES * STAGE_BYTES / (A_BYTES + NARROW * BK_BYTES);
+constexpr int NARROW = BN == 256 ? 128 : BN, SLICES = BN / NARROW, NARROW_STAGES = OPERAND_BYTES / (A_BYTES + NARROW * BK_BYTES);
 constexpr int STAGE_BARRIERS = 2 * (SLICES > 1 ? STAGES + NARROW_STAGES : STAGES);
 // A tile of C in shared memory: boxes of 64 columns, rows of 128 bytes, swizzled as the tensor maps say.
 constexpr int BOX_BYTES = BM * 128, TILE_BYTES = BN / 64 * BOX_BYTES;
@@ -145,29 +146,27 @@ INLINE uint64_t matrix_b(uint32_t address, int k) {
 
 #define C8(i) \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
-#define C64(i) C8(i), C8(i + 8), C8(i + 16), C8(i + 24), C8(i + 32), C8(i + 40), C8(i + 48), C8(i + 56)
-#define TEXT_64_A                                                                                                      \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"  \
-  "%61,%62,%63"
-#define TEXT_64_B                                                                                                         \
-  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,"    \
-  "%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117," \
-  "%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define C32(i) C8(i), C8(i + 8), C8(i + 16), C8(i + 24)
+#define TEXT_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define TEXT_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define TEXT_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define TEXT_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA(n, products, a, b, add) \
+  "{ .reg .pred add; setp.ne.b32 add, " add ", 0; wgmma.mma_async.sync.aligned.m64n" n WGMMA_KIND " {" products "}, " a ", " b ", " WGMMA_LAST
 
 // c = a @ b (add 0) or c += a @ b (add 1), over 32 bytes of K.
 template <int COLUMNS>
 INLINE void multiply(float* c, uint64_t a, uint64_t b, int add) {
   if constexpr (COLUMNS == 256)
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0; wgmma.mma_async.sync.aligned.m64n256" WGMMA_KIND
-                 " {" TEXT_64_A "," TEXT_64_B "}, %128, %129, " WGMMA_LAST
-                 : C64(0), C64(64)
+    asm volatile(WGMMA("256", TEXT_0 TEXT_32 TEXT_64 TEXT_96, "%128", "%129", "%130")
+                 : C32(0), C32(32), C32(64), C32(96)
+                 : "l"(a), "l"(b), "r"(add));
+  else if constexpr (COLUMNS == 192)
+    asm volatile(WGMMA("192", TEXT_0 TEXT_32 TEXT_64, "%96", "%97", "%98")
+                 : C32(0), C32(32), C32(64)
                  : "l"(a), "l"(b), "r"(add));
   else
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128" WGMMA_KIND
-                 " {" TEXT_64_A "}, %64, %65, " WGMMA_LAST
-                 : C64(0)
-                 : "l"(a), "l"(b), "r"(add));
+    asm volatile(WGMMA("128", TEXT_0 TEXT_32, "%64", "%65", "%66") : C32(0), C32(32) : "l"(a), "l"(b), "r"(add));
 }
 
 // With LEFT 0 the products are used behind this line, and not before it.

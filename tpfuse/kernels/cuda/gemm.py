@@ -19,15 +19,12 @@ from tpfuse.kernels.cuda.launch import TensorMap, tensor_map
 
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}  # of results, and of operands if they are not FP8
 FP8 = torch.float8_e4m3fn
-TILE_ROWS, STEP_BYTES, NARROW, BOX = (
-    128,
-    128,
-    128,
-    64,
-)  # BM, BK_BYTES, NARROW and the columns of a box of results in gemm.cuh
+TILE_ROWS, STEP_BYTES, BOX = 128, 128, 64  # BM, BK_BYTES and the columns of a box of results in gemm.cuh
+COLUMNS = (128, 192, 256)  # of a tile
 THREADS = 384
 MOST_SHARED_BYTES = 226 << 10  # of a block, its barriers aside
-_ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 1024  # of stages and tiles in shared memory
+_POINTER_ALIGNMENT = 16
 _FLOP_PER_CLOCK = 8192  # of one multiprocessor, divided by the bytes of an element
 
 
@@ -35,7 +32,7 @@ _FLOP_PER_CLOCK = 8192  # of one multiprocessor, divided by the bytes of an elem
 class Tiling:
     """How the work is cut.
 
-    columns  of a tile, 128 or 256; stages: of its operands in shared memory
+    columns  of a tile, one of ``COLUMNS``; stages: of its operands in shared memory
     cluster  multiprocessors, 1 or 2, that share what they load of the weight
     across   rows of tiles that are computed together, for the L2 cache
     lead     reduce-scatter: tiles of the peers, per multiprocessor, before own ones are mixed in; None: all of them
@@ -53,14 +50,19 @@ class Tiling:
         """Raises TypeError: there is no such tiling; it may come from a file."""
         numbers = (self.columns, self.stages, self.cluster, self.across)
         lead = self.lead is None or (type(self.lead) is int and self.lead >= 0)
-        sizes = all(type(n) is int and n > 0 for n in numbers) and self.columns in (128, 256) and self.cluster in (1, 2)
+        sizes = all(type(n) is int and n > 0 for n in numbers) and self.columns in COLUMNS and self.cluster in (1, 2)
         if not (sizes and lead and isinstance(self.pace, (int, float)) and self.pace >= 0):
             raise TypeError(f"no such tiling: {self}")
 
-    @property
-    def operand_bytes(self) -> int:
-        """Of shared memory for all stages, and to align them."""
-        return self.stages * (TILE_ROWS + self.columns) * STEP_BYTES + 1024
+    def operand_bytes(self, beside: int) -> int:
+        """Of shared memory for all stages; of narrow ones there are as many as there is room for beside so many bytes."""
+        wide, narrow = ((TILE_ROWS + columns) * STEP_BYTES for columns in (self.columns, self.narrow))
+        left = MOST_SHARED_BYTES - ALIGNMENT_BYTES - beside
+        return max(self.stages * wide, left // narrow * narrow if self.slices > 1 else 0)
+
+    def room(self, beside: int) -> int:
+        """Bytes of shared memory, so many beside the stages."""
+        return self.operand_bytes(beside) + ALIGNMENT_BYTES + beside
 
     @property
     def tile_bytes(self) -> int:
@@ -77,14 +79,23 @@ class Tiling:
         return -(-rows // self.unit_rows) * self.cluster * -(-columns // self.columns)
 
     @property
+    def narrow(self) -> int:
+        """Columns of a slice of a tile: NARROW in gemm.cuh."""
+        return 128 if self.columns == 256 else self.columns
+
+    @property
     def slices(self) -> int:
         """That a tile may be cut into."""
-        return self.columns // NARROW
+        return self.columns // self.narrow
 
     @property
     def box_columns(self) -> int:
         """Of a weight with K contiguous that are loaded at once."""
-        return NARROW // self.cluster
+        return self.narrow // self.cluster
+
+    def suiting(self, b_rows: bool) -> Tiling:
+        """It, or without clusters where the weight has N contiguous and cannot be shared between two in whole boxes."""
+        return dataclasses.replace(self, cluster=1) if b_rows and self.narrow // self.cluster % BOX else self
 
     def grid(self, multiprocessors: int, tiles: int) -> tuple[int, int]:
         """(blocks, all resident, whole clusters; units that are computed whole, the last ones being cut into slices)
@@ -100,9 +111,12 @@ class Tiling:
         """Of a multiprocessor, for one tile."""
         return 2 * TILE_ROWS * self.columns * inner * dtype.itemsize / _FLOP_PER_CLOCK
 
-    def options(self, world: int, dtype: torch.dtype, out_dtype: torch.dtype, b_rows: bool) -> tuple[tuple[str, int], ...]:
-        """Macros that every kernel is compiled with. b_rows: B has N contiguous, not K."""
-        sizes = (("BN", self.columns), ("STAGES", self.stages), ("CLUSTER", self.cluster))
+    def options(
+        self, world: int, dtype: torch.dtype, out_dtype: torch.dtype, b_rows: bool, beside: int
+    ) -> tuple[tuple[str, int], ...]:
+        """Macros that every kernel is compiled with. b_rows: B has N contiguous, not K; beside: see ``operand_bytes``."""
+        stages = (("STAGES", self.stages), ("OPERAND_BYTES", self.operand_bytes(beside)))
+        sizes = (("BN", self.columns), *stages, ("CLUSTER", self.cluster))
         kinds = (("ELEMENT", ELEMENTS[out_dtype]), ("FP8", int(dtype == FP8)), ("B_ROWS", int(b_rows)))
         return ("WORLD", world), *sizes, *kinds
 
@@ -115,7 +129,7 @@ def cannot(rows: int, columns: int, inner: int, dtypes: Sequence[torch.dtype], o
         return f"dtype {', '.join(map(str, dtypes))}{f' -> {out_dtype}' if out_dtype else ''}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         return f"it is for Hopper, not for {torch.cuda.get_device_name()}"
-    of_columns, of_inner = _ALIGNMENT_BYTES // 2, _ALIGNMENT_BYTES // dtypes[0].itemsize
+    of_columns, of_inner = _POINTER_ALIGNMENT // 2, _POINTER_ALIGNMENT // dtypes[0].itemsize
     if columns % of_columns or inner % of_inner:
         return f"K = {inner} must be a multiple of {of_inner}, N = {columns} of {of_columns}"
     return "" if rows and columns and inner else "nothing to compute"
@@ -124,7 +138,7 @@ def cannot(rows: int, columns: int, inner: int, dtypes: Sequence[torch.dtype], o
 def lies_by_rows(matrix: torch.Tensor) -> bool:
     """Whether its last dimension is contiguous and its rows on 16-byte boundaries."""
     pitch = matrix.stride(0) * matrix.element_size()
-    fits = matrix.stride(1) == 1 and not pitch % _ALIGNMENT_BYTES and not matrix.data_ptr() % _ALIGNMENT_BYTES
+    fits = matrix.stride(1) == 1 and not pitch % _POINTER_ALIGNMENT and not matrix.data_ptr() % _POINTER_ALIGNMENT
     return fits and matrix.stride(0) >= matrix.shape[1]
 
 

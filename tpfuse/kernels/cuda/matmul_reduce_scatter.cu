@@ -183,8 +183,8 @@ INLINE void move_tiles(const Params& p, const Work& w, const Buffer& b, int epoc
       tma_commit();
       if (!ALL_ROWS) continue;
     }
-    // Nothing is computed any more that the last tile's pieces could hold up.
-    int pause = n + w.at_once < w.total ? p.pause : 0;
+    // As long as the next slice takes; behind the last one, nothing is computed that its pieces could hold up.
+    int next = n + w.at_once, pause = next < w.total ? p.pause * slice_at(next, p.whole).columns / t.columns : 0;
     for (int i = t.own ? 0 : t.peer; i < (t.own ? PEERS : t.peer + 1) && !dead; i++) {
       int source = PEERS - 1 - i, peer = (p.rank + 1 + i) % WORLD;
       dead = !(begun >> i & 1) && !wait_for(p.begun + i, epoch, p.control, p.tag + (peer << 8));
@@ -327,7 +327,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_sca
   uint32_t data = (shared_address(memory) + 1023) & ~1023u;
   Stages stages(data, shared_address(barriers));
   uint32_t more = shared_address(barriers + STAGE_BARRIERS);
-  Buffer buffer = {data + STAGES * STAGE_BYTES, more, more + 8, more + 16, more + 24, more + 32, &poisoned};
+  Buffer buffer = {data + OPERAND_BYTES, more, more + 8, more + 16, more + 24, more + 32, &poisoned};
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     stages.init();

@@ -34,6 +34,7 @@ FILES = ("hopper.cuh", "gemm.cuh", "matmul_reduce_scatter.cu")
 _PIECE_ROWS, _COPY_ROWS = 32, 64
 _COPY_BYTES = 2 * _COPY_ROWS * BOX * 2
 _TAG, _TAG_ALL_ROWS = 4, 6  # comm/arena.py TAGS
+_LEAD_ROUNDS = 1.5  # of tiles: with a lead of as many, sums may take their time
 
 
 def tiling(rows: int, columns: int, inner: int, dtype: torch.dtype) -> Tiling:
@@ -65,6 +66,7 @@ def matmul_reduce_scatter(
     arena, dtype, columns = workspace.arena, out_dtype or input.dtype, weight.shape[1]
     cut = cut or tiling(share, columns, input.shape[1], input.dtype)
     a, bias, (b_rows, (b,)) = by_rows(input), aligned(bias), right_operands([weight])
+    cut = cut.suiting(b_rows)
     factors = [None, None] if scales is None else [scale.contiguous() for scale in scales]
     out = torch.empty((arena.world if all_rows else 1, share, columns), dtype=dtype, device=input.device)
     most = most_rows(workspace, columns, dtype, cut, all_rows)
@@ -124,7 +126,9 @@ def _fill(
     blocks, fields.whole = grid
     theirs, at_once = cut.tiles(count, columns) // cut.cluster * peers, blocks // cut.cluster
     fields.lead = theirs if cut.lead is None else min(theirs, cut.lead * at_once // peers * peers)
-    fields.pause = int(cut.pace * cut.clocks(inner, a.dtype) / (TILE_ROWS // _PIECE_ROWS * cut.columns // BOX))
+    # A tile is sent while the next one is computed; sooner where a peer's own tile, the lead behind it, waits for it.
+    time = cut.clocks(inner, a.dtype) * min(1, fields.lead / at_once / _LEAD_ROUNDS)
+    fields.pause = int(cut.pace * time / (TILE_ROWS // _PIECE_ROWS * cut.columns // BOX))
     fields.stride, fields.results_ahead = FLAGS // peers, FLAGS
     fields.tag = _TAG_ALL_ROWS if all_rows else _TAG
     fields.profile = 0 if workspace.profile is None else workspace.profile.data_ptr()
@@ -147,10 +151,15 @@ def parameters(world: int) -> type[ctypes.Structure]:
 
 def room(cut: Tiling, all_rows: bool) -> int:
     """Bytes of shared memory."""
-    return cut.operand_bytes + cut.tile_bytes + (_COPY_BYTES if all_rows else 0)
+    return cut.room(_beside(cut, all_rows))
+
+
+def _beside(cut: Tiling, all_rows: bool) -> int:
+    """Bytes of shared memory beside operands."""
+    return cut.tile_bytes + (_COPY_BYTES if all_rows else 0)
 
 
 def options(
     world: int, dtype: torch.dtype, out_dtype: torch.dtype, cut: Tiling, b_rows: bool, all_rows: bool = False
 ) -> tuple[tuple[str, int], ...]:
-    return *cut.options(world, dtype, out_dtype, b_rows), ("ALL_ROWS", int(all_rows))
+    return *cut.options(world, dtype, out_dtype, b_rows, _beside(cut, all_rows)), ("ALL_ROWS", int(all_rows))
