@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pathlib
 import re
+import types
 
 import pytest
 import torch
@@ -47,11 +48,23 @@ def test_they_compile(world):
 
 def test_they_fit_into_shared_memory():
     """With the barriers, which are not counted."""
+    arena = types.SimpleNamespace(world=2, multiprocessors=132)
     for rows, columns, inner in itertools.product((1, 128, 4096), (8, 4096, 8192), (8, 2048, 14336)):
-        for dtype in (BF16, FP8):
-            for all_rows in (False, True):
-                assert scatter.room(scatter.tiling(rows, columns, inner, dtype), all_rows) <= gemm.MOST_SHARED_BYTES
-            assert gather.room(gather.tiling(rows, columns, dtype)) <= gemm.MOST_SHARED_BYTES
+        for dtype, all_rows in itertools.product((BF16, FP8), (False, True)):
+            cut = scatter.tiling(arena, rows, columns, inner, dtype, all_rows)
+            assert scatter.room(cut, all_rows) <= gemm.MOST_SHARED_BYTES
+        assert gather.room(gather.tiling(arena, rows, [columns, 8])) <= gemm.MOST_SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "columns"),
+    [(4096, 28672, 256), (256, 8192, 256), (1024, 3072, 192), (256, 5120, 192), (256, 4096, 128), (1, 8, 128)],
+)
+def test_columns_by_rule_of_thumb(rows, width, columns):
+    """The widest tiles, unless they leave many multiprocessors idle: as it was measured on an H200 (two ranks' rows)."""
+    assert (
+        gemm.fastest_columns(132, 2, rows, [width]) == columns == gemm.fastest_columns(132, 2, rows, [width // 8 * 4] * 2)
+    )
 
 
 def test_kept_and_found_again(cache, monkeypatch):

@@ -145,7 +145,8 @@ def _most_rows(space: workspace.Workspace, problem: MatmulProblem, cut: Any) -> 
         return all_gather_matmul.most_rows(space, problem.inner, problem.dtype)
     all_rows = problem.op == MATMUL_ALL_REDUCE
     share = -(-problem.rows // space.arena.world) if all_rows else problem.share
-    cut = cut or matmul_reduce_scatter.tiling(share, problem.columns, problem.inner, problem.dtype)
+    sizes = (share, problem.columns, problem.inner, problem.dtype)
+    cut = cut or matmul_reduce_scatter.tiling(space.arena, *sizes, all_rows)
     return matmul_reduce_scatter.most_rows(space, problem.columns, problem.result_dtype, cut, all_rows)
 
 

@@ -36,12 +36,11 @@ REGISTERS = (None, 64)
 _WARP = 32
 #: Of our GEMM kernels: what is tried besides the columns of a tile, which go by the rows.
 TILINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    MATMUL_REDUCE_SCATTER: {"cluster": (1, 2), "across": (8, 16), "lead": (None, 1), "pace": (0.6, 0.95)},
-    ALL_GATHER_MATMUL: {"cluster": (1, 2), "across": (8, 16), "pace": (0.4, 0.7)},
-    MATMUL_ALL_REDUCE: {"cluster": (1, 2), "across": (8, 16), "lead": (None, 1), "pace": (0.5, 0.95)},
+    MATMUL_REDUCE_SCATTER: {"cluster": (1, 2), "lead": (None, 1)},
+    ALL_GATHER_MATMUL: {"cluster": (1, 2), "across": (16,), "pace": (0.6,)},
+    MATMUL_ALL_REDUCE: {"cluster": (1, 2), "lead": (None, 1)},
 }
 ONLY_NARROW_ROWS, ONLY_WIDE_ROWS = 256, 4096  # up to so many rows only narrow tiles, from so many on only wide ones
-MOST_STAGES = 8
 #: Operation -> its candidates by name.
 KNOWN: Mapping[str, Mapping[str, Any]] = {**CANDIDATES, **MATMULS}
 
@@ -199,7 +198,7 @@ def _matmul_choices(arena: Any, problem: MatmulProblem) -> list[Choice]:
 def tilings(problem: MatmulProblem) -> list[Any]:
     """Of our kernel: each of ``TILINGS`` with tiles that suit so many rows, and as many stages as there is room for."""
     from tpfuse.kernels.cuda import all_gather_matmul, matmul_reduce_scatter
-    from tpfuse.kernels.cuda.gemm import MOST_SHARED_BYTES, Tiling
+    from tpfuse.kernels.cuda.gemm import Tiling, most_stages
 
     def room(tiling: Tiling) -> int:
         if problem.op == ALL_GATHER_MATMUL:
@@ -210,13 +209,10 @@ def tilings(problem: MatmulProblem) -> list[Any]:
     found = []
     for columns in _tile_columns(problem.rows):
         for values in itertools.product(*tried.values()):
-            laid = [
-                Tiling(columns=columns, stages=stages, **dict(zip(tried, values, strict=True)))
-                for stages in range(MOST_STAGES, 0, -1)
-            ]
-            fits = [tiling for tiling in laid if room(tiling) <= MOST_SHARED_BYTES]
+            most = most_stages(columns, room)
             # With a stage less, a whole wide tile of gathered rows' results has room, and is stored at once.
-            found += fits[: 2 if problem.op == ALL_GATHER_MATMUL and columns == 256 else 1]
+            for stages in (most, most - 1) if problem.op == ALL_GATHER_MATMUL and columns == 256 else (most,):
+                found.append(Tiling(columns=columns, stages=stages, **dict(zip(tried, values, strict=True))))
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tpfuse.comm.arena import Arena
 from tpfuse.comm.workspace import BEGUN_OFFSET, COUNTS, COUNTS_OFFSET, DATA_OFFSET, Workspace
 from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.cuda.gemm import (
@@ -25,7 +26,9 @@ from tpfuse.kernels.cuda.gemm import (
     Scale,
     Tiling,
     by_rows,
+    fastest_columns,
     kernel_of,
+    most_stages,
     operand,
     parts,
     profiling,
@@ -42,9 +45,10 @@ _FP8_NAN = 0x7F  # of e4m3, as a byte
 _TAG = 5  # comm/arena.py TAGS
 
 
-def tiling(rows: int, columns: int, dtype: torch.dtype) -> Tiling:
-    """By rule of thumb, for ``rows`` of a rank and all columns: small tiles where there are few."""
-    return Tiling(128, 6, pace=0.7) if dtype == FP8 or rows * columns <= 512 * 4096 else Tiling(stages=4, pace=0.7)
+def tiling(arena: Arena, rows: int, widths: Sequence[int]) -> Tiling:
+    """By rule of thumb, for ``rows`` of a rank and the columns of all weights."""
+    columns = fastest_columns(arena.multiprocessors, arena.world, rows, widths)
+    return Tiling(columns, most_stages(columns, room), cluster=2, across=16, pace=0.6)
 
 
 def all_gather_matmul(
@@ -67,7 +71,7 @@ def all_gather_matmul(
     arena, dtype = workspace.arena, out_dtype or input.dtype
     share, inner = input.shape
     columns = [weight.shape[1] for weight in weights]
-    cut = cut or tiling(share, sum(columns), input.dtype)
+    cut = cut or tiling(arena, share, columns)
     a, added, (b_rows, bs) = by_rows(input), [aligned(bias) for bias in biases], right_operands(weights)
     cut = cut.suiting(b_rows)
     factors = [scale.contiguous() for scale in (input_scale, *weight_scales) if scale is not None]

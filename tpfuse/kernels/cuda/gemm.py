@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,10 +21,12 @@ ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}  # of results, and of operands 
 FP8 = torch.float8_e4m3fn
 TILE_ROWS, STEP_BYTES, BOX = 128, 128, 64  # BM, BK_BYTES and the columns of a box of results in gemm.cuh
 COLUMNS = (128, 192, 256)  # of a tile
-THREADS = 384
+THREADS, MOST_STAGES = 384, 8
 MOST_SHARED_BYTES = 226 << 10  # of a block, its barriers aside
 ALIGNMENT_BYTES = 1024  # of stages and tiles in shared memory
 _POINTER_ALIGNMENT = 16
+_SPEEDS = {128: 0.92, 192: 0.96, 256: 1.0}  # of tiles of so many columns, on an H200 beside the widest
+_SLICE_TIME = 0.58  # of a tile's
 _FLOP_PER_CLOCK = 8192  # of one multiprocessor, divided by the bytes of an element
 
 
@@ -119,6 +121,28 @@ class Tiling:
         sizes = (("BN", self.columns), *stages, ("CLUSTER", self.cluster))
         kinds = (("ELEMENT", ELEMENTS[out_dtype]), ("FP8", int(dtype == FP8)), ("B_ROWS", int(b_rows)))
         return ("WORLD", world), *sizes, *kinds
+
+
+def fastest_columns(multiprocessors: int, world: int, rows: int, widths: Sequence[int]) -> int:
+    """Of tiles, by rule of thumb: wide ones compute faster, but often leave more multiprocessors idle in the last round.
+
+    rows    of each rank
+    widths  columns of all weights
+    """
+
+    def time(columns: int) -> float:
+        cut = Tiling(columns)
+        units = sum(cut.tiles(rows, width) for width in widths) * world
+        _, whole = cut.grid(multiprocessors, units)
+        rounds = -(-whole // multiprocessors) + (units > whole) * _SLICE_TIME
+        return rounds * columns / _SPEEDS[columns]
+
+    return min(reversed(COLUMNS), key=time)
+
+
+def most_stages(columns: int, room: Callable[[Tiling], int]) -> int:
+    """Of a tile's operands for which there is room."""
+    return max(stages for stages in range(1, MOST_STAGES + 1) if room(Tiling(columns, stages)) <= MOST_SHARED_BYTES)
 
 
 def cannot(rows: int, columns: int, inner: int, dtypes: Sequence[torch.dtype], out_dtype: torch.dtype | None = None) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tpfuse.comm.arena import Arena
 from tpfuse.comm.workspace import BEGUN_OFFSET, DATA_OFFSET, FLAGS, FLAGS_OFFSET, Workspace
 from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.cuda.gemm import (
@@ -22,7 +23,9 @@ from tpfuse.kernels.cuda.gemm import (
     Scale,
     Tiling,
     by_rows,
+    fastest_columns,
     kernel_of,
+    most_stages,
     operand,
     parts,
     profiling,
@@ -37,10 +40,11 @@ _TAG, _TAG_ALL_ROWS = 4, 6  # comm/arena.py TAGS
 _LEAD_ROUNDS = 1.5  # of tiles: with a lead of as many, sums may take their time
 
 
-def tiling(rows: int, columns: int, inner: int, dtype: torch.dtype) -> Tiling:
-    """By rule of thumb, for ``rows`` of a rank: small tiles where there are few, own ones mixed in where they are short."""
-    lead = 2 if inner * dtype.itemsize <= 8192 else None
-    return Tiling(128, 5, lead=lead) if dtype == FP8 or rows * columns <= 512 * 4096 else Tiling(lead=lead)
+def tiling(arena: Arena, rows: int, columns: int, inner: int, dtype: torch.dtype, all_rows: bool = False) -> Tiling:
+    """By rule of thumb, for ``rows`` of a rank: own tiles are mixed in where they are short."""
+    wide = fastest_columns(arena.multiprocessors, arena.world, rows, [columns])
+    stages = most_stages(wide, lambda cut: room(cut, all_rows))
+    return Tiling(wide, stages, 2 if dtype == FP8 else 1, lead=2 if inner * dtype.itemsize <= 8192 else None)
 
 
 def matmul_reduce_scatter(
@@ -64,7 +68,7 @@ def matmul_reduce_scatter(
     Raises BuildError.
     """
     arena, dtype, columns = workspace.arena, out_dtype or input.dtype, weight.shape[1]
-    cut = cut or tiling(share, columns, input.shape[1], input.dtype)
+    cut = cut or tiling(arena, share, columns, input.shape[1], input.dtype, all_rows)
     a, bias, (b_rows, (b,)) = by_rows(input), aligned(bias), right_operands([weight])
     cut = cut.suiting(b_rows)
     factors = [None, None] if scales is None else [scale.contiguous() for scale in scales]
