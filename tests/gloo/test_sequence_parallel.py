@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpfuse
 from tpfuse.models.families import build, build_sharded, family_config
+from tpfuse.ops.all_gather_matmul import OP as ALL_GATHER_MATMUL
+from tpfuse.ops.matmul_reduce_scatter import OP as MATMUL_REDUCE_SCATTER
 from tpfuse.testing import interpret_graphs, spawn
 
 FUSION = "enable_sp"
@@ -25,6 +27,7 @@ THREE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, 
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+MM = torch.ops.aten.mm.default
 
 
 def _model(**overrides):
@@ -51,13 +54,13 @@ def _gathers_of_rows(graph: torch.fx.GraphModule) -> int:
     return sum(n.meta.get("tpfuse_sharded", False) for n in gathers)
 
 
-def _llama(rank: int, overrides: dict[str, int]) -> dict[str, object]:
+def _llama(rank: int, overrides: dict[str, int], config: dict[str, bool]) -> dict[str, object]:
     with interpret_graphs() as graphs:
         model, whole = _model(**overrides), build(family_config("llama", **overrides), "cpu", torch.float32)
         plain = {shape: _logits(model, _ids(*shape)) for shape in SHAPES}
         single = {shape: _logits(whole, _ids(*shape)) for shape in SHAPES}
         tokens = [_generate(model, _ids(2, length)) for length in (9, 4)]
-        tpfuse.apply(model, {"enable_sp": True}, fullgraph=True)
+        tpfuse.apply(model, config, fullgraph=True)
         got = {shape: _logits(model, _ids(*shape)) for shape in SHAPES}
         calls = [n.target for n in graphs[0].graph.nodes]
         report = tpfuse.explain(model)
@@ -65,6 +68,7 @@ def _llama(rank: int, overrides: dict[str, int]) -> dict[str, object]:
             "sharded": max((got[s] - plain[s]).abs().max().item() for s in SHAPES),
             "unsharded": max((got[s] - single[s]).abs().max().item() for s in SHAPES),
             "counts": (calls.count(REDUCE_SCATTER), _gathers_of_rows(graphs[0]), calls.count(ALL_REDUCE)),
+            "joined": (calls.count(MATMUL_REDUCE_SCATTER), calls.count(ALL_GATHER_MATMUL), calls.count(MM)),
             "fused": report.count(FUSION),
             "left": report.count(FUSION, "skipped"),
             "table": str(report),
@@ -74,11 +78,14 @@ def _llama(rank: int, overrides: dict[str, int]) -> dict[str, object]:
         }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_llama(ranks):
-    for found in spawn(_llama, ranks, THREE if ranks == 3 else {}, timeout_s=280):
+@pytest.mark.parametrize(("ranks", "joined"), [(2, True), (3, False)])
+def test_llama(ranks, joined):
+    """joined: each reduce-scatter with the GEMM before it, each gather with those behind it (of 15, five per block)."""
+    config = {FUSION: True, "fuse_gemm_comms": joined}
+    for found in spawn(_llama, ranks, THREE if ranks == 3 else {}, config, timeout_s=280):
         assert found["sharded"] < FP32 and found["unsharded"] < FP32, found
-        assert found["counts"] == (REDUCES, REDUCES, 0)
+        assert found["counts"] == ((0, 0, 0) if joined else (REDUCES, REDUCES, 0))
+        assert found["joined"][:2] == ((REDUCES, REDUCES) if joined else (0, 0)), found["joined"]
         assert found["fused"] == found["fused after generate"] == REDUCES and found["left"] == 0
         assert f"{REDUCES} fused" in found["table"] and "reduce_scatter" in found["table"]
         assert found["tokens"]

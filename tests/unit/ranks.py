@@ -15,6 +15,10 @@ import torch
 
 from tests.unit.graphs import Backend
 from tpfuse.graph.backend import TpfuseBackend
+from tpfuse.ops.all_gather_matmul import OP as GATHERED
+from tpfuse.ops.matmul import product
+from tpfuse.ops.matmul_all_reduce import OP as REDUCED
+from tpfuse.ops.matmul_reduce_scatter import OP as SCATTERED
 from tpfuse.report import Report
 from tpfuse.testing import fake_world
 
@@ -42,6 +46,12 @@ class Ranks:
         """(reduce-scatters, all-gathers, all-reduces) of a rank."""
         targets = [n.target for n in self.nodes]
         return targets.count(REDUCE_SCATTER), targets.count(ALL_GATHER), targets.count(ALL_REDUCE)
+
+    @property
+    def joined(self) -> tuple[int, int, int]:
+        """(GEMM -> reduce-scatter, all-gather -> GEMM, GEMM -> all-reduce) of a rank."""
+        targets = [n.target for n in self.nodes]
+        return targets.count(SCATTERED), targets.count(GATHERED), targets.count(REDUCED)
 
     @property
     def left(self) -> list[str]:
@@ -115,6 +125,8 @@ def interpret(modules: list[torch.fx.GraphModule], arguments: list[list[Any]]) -
             results = [getattr(module, str(n.target)) for module, n in zip(modules, nodes, strict=True)]
         elif getattr(first.target, "namespace", "") == "_c10d_functional":
             results = _collective(first.target, args)
+        elif first.target in _JOINED:
+            results = _JOINED[first.target](args)
         else:
             kwargs = [torch.fx.map_arg(n.kwargs, env.__getitem__) for n, env in zip(nodes, values, strict=True)]
             results = [n.target(*a, **k) for n, a, k in zip(nodes, args, kwargs, strict=True)]
@@ -140,10 +152,48 @@ def _collective(target: Any, args: list[Any]) -> list[Any]:
     return list(total.chunk(len(inputs)))
 
 
+def _scattered(args: list[Any]) -> list[torch.Tensor]:
+    """GEMMs, their sum over ranks, and rows of it: as many for each rank as the call says."""
+    total = sum(product(a[0], a[1], a[4], a[5], a[6]) for a in args)
+    share = args[0][8]
+    padded = total.new_zeros(share * len(args), total.shape[1])
+    padded[: total.shape[0]] = total
+    assert all(a[3] is None and a[7] is None and a[8] == share for a in args) and padded.shape[0] >= total.shape[0]
+    return list(padded.chunk(len(args)))
+
+
+def _gathered(args: list[Any]) -> list[list[torch.Tensor]]:
+    """GEMMs of all ranks' rows."""
+    rows = args[0][3]
+    whole = torch.cat([a[0] for a in args])[:rows]
+    assert whole.shape[0] == rows and all(a[5] is None and not a[6] for a in args)
+    results = []
+    for a in args:
+        products = [product(whole, weight, out_dtype=a[7]) for weight in a[1]]
+        added = [p if bias is None else p + bias for p, bias in zip(products, a[4] or [None] * len(products), strict=True)]
+        results.append([*added, whole] if a[8] else added)
+    return results
+
+
+def _reduced(args: list[Any]) -> list[torch.Tensor]:
+    total = sum(product(a[0], a[1], a[4], a[5], a[6]) for a in args)
+    return [total.clone() for _ in args]
+
+
+_JOINED = {SCATTERED: _scattered, GATHERED: _gathered, REDUCED: _reduced}
+
+
 def _hold_shape(node: torch.fx.Node, result: Any) -> None:
     expected = node.meta.get("val")
     if isinstance(expected, torch.Tensor):
-        sizes = [size if isinstance(size, int) else size.node.hint for size in expected.shape]
-        assert list(result.shape) == sizes and result.dtype == expected.dtype, f"{node}: {result.shape}, not {sizes}"
+        _hold_shape_of(expected, result, node)
+    elif isinstance(expected, list):
+        for fake, tensor in zip(expected, result, strict=True):
+            _hold_shape_of(fake, tensor, node)
     elif isinstance(expected, torch.SymInt):
         assert result == expected.node.hint, node
+
+
+def _hold_shape_of(fake: torch.Tensor, result: torch.Tensor, node: torch.fx.Node) -> None:
+    sizes = [size if isinstance(size, int) else size.node.hint for size in fake.shape]
+    assert list(result.shape) == sizes and result.dtype == fake.dtype, f"{node}: {result.shape}, not {sizes}"

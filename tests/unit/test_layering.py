@@ -22,8 +22,8 @@ LEAVES = {"config", "report", "errors", "tokens", "version", "environment", "tab
 API = {"api", "applied"}
 #: Commands: above the API, and nobody imports them.
 TOP = {"__init__", "__main__", "cli", "demo", "tuner", "testing"}
-#: Operations that no pass puts into graphs yet, and what they share.
-WITHOUT_A_PASS = {"matmul", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce"}
+#: What operations share: no pass makes them.
+WITHOUT_A_PASS = {"matmul"}
 #: models stands beside graph: neither may import the other.
 BESIDE = {"models": "graph"}
 

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tpfuse import ops
 from tpfuse.errors import ConfigError
-from tpfuse.ops.matmul import FP8, shard_rows
+from tpfuse.ops.matmul import FP8, rows_of
 from tpfuse.testing import fake_world
 
 X, W = torch.ones(4, 8), torch.ones(8, 6)
@@ -108,8 +108,9 @@ def test_what_is_no_group(group):
 
 
 def test_rows_of_a_rank():
-    assert [shard_rows(rows, 4) for rows in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
-    assert [shard_rows(rows, 2, 3) for rows in (0, 3, 6, 9)] == [0, 3, 3, 6]
+    with fake_world(4) as group:
+        assert [rows_of(rows, group) for rows in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+        assert rows_of(5, group, share=3) == 3
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

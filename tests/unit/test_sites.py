@@ -347,5 +347,5 @@ def test_strict_and_explicit():
     tpfuse.apply(NoNorm())(x)
     strict = tpfuse.apply(Model(), strict=True)
     strict(values(5, 16, dtype=torch.float32))
-    with pytest.raises(tpfuse.ConfigError, match="fuse_gemm_comms=True"):
-        tpfuse.apply(Model(), {"fuse_gemm_comms": True})
+    with pytest.raises(tpfuse.ConfigError, match="fuse_act_padding=True"):
+        tpfuse.apply(Model(), {"fuse_act_padding": True})

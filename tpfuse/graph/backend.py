@@ -19,7 +19,7 @@ from tpfuse.comm import agreement, groups
 from tpfuse.config import DISABLE_VARIABLE, FusionConfig, Resolved, is_disabled
 from tpfuse.errors import ConfigError
 from tpfuse.graph import pipeline
-from tpfuse.graph.context import FUSION, Context
+from tpfuse.graph.context import FUSION, GEMM_COMMS, Context
 from tpfuse.graph.places import Places
 from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import Wish
@@ -82,7 +82,7 @@ class TpfuseBackend:
         from torch._inductor.compile_fx import compile_fx_inner
 
         agree = self.agree or (lambda name, digest: True)
-        names, digest = pipeline.group_names(module.graph), pipeline.digest(module.graph)
+        names, digest = pipeline.group_names(module.graph, self.fusions), pipeline.digest(module.graph)
         answers = [agree(name, digest) for name in names]  # all are asked, whatever the first says
         if pipeline.on_cuda(module.graph):
             self._make_arenas(names)
@@ -102,13 +102,14 @@ class TpfuseBackend:
         Collective at a group's first graph. Raises ConfigError, on every rank: a group cannot have what was asked for by
         name.
         """
-        fusion = self.fusions[FUSION]
-        for name in group_names if fusion.on else ():
+        named = [fusion for fusion in (FUSION, GEMM_COMMS) if self.fusions[fusion].on]
+        for name in group_names if named else ():
             made = dispatch.of(name, int(self.config.workspace_mb * 2**20))
             if isinstance(made, str):
                 self.recorder.note(f"group {name!r} has no symmetric memory: {made}")
-                if fusion.explicit:
-                    raise ConfigError(f"{FUSION}=True cannot be honoured: {made}")
+                for fusion in named:
+                    if self.fusions[fusion].explicit:
+                        raise ConfigError(f"{fusion}=True cannot be honoured: {made}")
                 continue
             if self.config.peer_timeout_s is not None:
                 made.arena.set_deadline(self.config.peer_timeout_s)

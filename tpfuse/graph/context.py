@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch.fx import Graph
 
 from tpfuse.config import Resolved
-from tpfuse.graph.nodes import ALL_REDUCE, ORDER, OTHER_ALL_REDUCES, WHERE, Node, is_call
+from tpfuse.graph.nodes import ALL_GATHER, ALL_REDUCE, ORDER, OTHER_ALL_REDUCES, REDUCE_SCATTER, WHERE, Node, is_call
 from tpfuse.graph.places import Places
 from tpfuse.kernels.candidates import ANY, Wish
 from tpfuse.report import Outcome, Recorder, Site
@@ -18,6 +18,8 @@ from tpfuse.tokens import MOST_ROWS
 FUSION = "fuse_allreduce_rms"
 #: The one that rows are sharded for.
 SEQUENCE_PARALLEL = "enable_sp"
+#: The one that joins GEMMs and the collectives next to them.
+GEMM_COMMS = "fuse_gemm_comms"
 
 
 class Context:
@@ -53,7 +55,7 @@ class Context:
         seen: dict[tuple[str, ...], int] = {}
         for order, node in enumerate(graph.nodes):
             node.meta[ORDER] = order
-            if is_call(node, ALL_REDUCE, *OTHER_ALL_REDUCES):
+            if is_call(node, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, *OTHER_ALL_REDUCES):
                 places = self._places.of(node)
                 nth = seen[places] = seen.get(places, 0) + 1
                 node.meta[WHERE] = places if nth == 1 else tuple(f"{place}#{nth}" for place in places)

@@ -108,7 +108,8 @@ def is_contiguous(node: Node) -> bool:
     return True
 
 
-def sole_user(node: Node) -> Node | None:
+def sole_user(node: Node) -> Node:
+    """The only user, or None."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
@@ -201,9 +202,9 @@ def emit(
     return node
 
 
-def why_not_a_sum(reduce: Node, done: str) -> str:
-    """What about an all-reduce forbids that anything is done to it, which ``done`` names; empty if nothing does."""
-    _, kind, group = reduce.args
+def why_not_a_sum(reduction: Node, done: str) -> str:
+    """What about a reduction over ranks forbids what ``done`` names; empty if nothing does."""
+    kind, group = reduction.args[1], reduction.args[-1]
     if kind != "sum":
         return f"it reduces by {kind!r}, only a sum is {done}"
     if not isinstance(group, str):

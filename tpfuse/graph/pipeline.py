@@ -4,6 +4,7 @@ merge   first: two all-reduces that meet in a sum are one site
 shard   before norms are looked for: it takes all-reduces that a fusion with a norm would, and norms by their parts
 raise   before fusing: fusions only know canonical norms
 fuse    takes canonical nodes, one pass per fusion
+gemms   after sharding, which makes collectives for them; an all-reduce is left to a norm behind it
 plain   after fusing: an all-reduce that no fusion took is still one
 lower   what nobody took becomes what it was
 order   last: pins the order of the collectives that there are now
@@ -12,14 +13,25 @@ order   last: pins the order of the collectives that there are now
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch.fx import Graph, GraphModule
 
 from tpfuse.config import FUSION_LEVELS, FusionConfig, Resolved
-from tpfuse.graph import all_reduce, all_reduce_rms_norm, lower, merge_all_reduces, order, raise_, sequence_parallel
-from tpfuse.graph.context import FUSION, SEQUENCE_PARALLEL, Context
-from tpfuse.graph.nodes import ALL_REDUCE, OTHER_ALL_REDUCES, is_call, value
+from tpfuse.graph import (
+    all_gather_matmul,
+    all_reduce,
+    all_reduce_rms_norm,
+    lower,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    merge_all_reduces,
+    order,
+    raise_,
+    sequence_parallel,
+)
+from tpfuse.graph.context import FUSION, GEMM_COMMS, SEQUENCE_PARALLEL, Context
+from tpfuse.graph.nodes import ALL_GATHER, ALL_REDUCE, OTHER_ALL_REDUCES, REDUCE_SCATTER, is_call, value
 from tpfuse.ops.all_reduce import OP as PLAIN_OP
 from tpfuse.ops.all_reduce_rms_norm import OP as FUSED_OP
 
@@ -28,15 +40,22 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     sequence_parallel.run,
     raise_.run,
     all_reduce_rms_norm.run,
+    matmul_reduce_scatter.run,
+    all_gather_matmul.run,
+    matmul_all_reduce.run,
     all_reduce.run,
     lower.run,
     order.run,
 )
 
 #: Fusions that this version has a pass for, and the operation that each of them puts into a graph.
-OPS = {FUSION: all_reduce_rms_norm.NAME, SEQUENCE_PARALLEL: "reduce_scatter_tensor"}
+OPS = {
+    FUSION: all_reduce_rms_norm.NAME,
+    SEQUENCE_PARALLEL: "reduce_scatter_tensor",
+    GEMM_COMMS: matmul_reduce_scatter.NAME,
+}
 #: Those that no level turns on, with the reason.
-BY_NAME_ONLY = {SEQUENCE_PARALLEL: "only where it is asked for by name"}
+BY_NAME_ONLY = dict.fromkeys((SEQUENCE_PARALLEL, GEMM_COMMS), "only where it is asked for by name")
 
 
 def unavailable() -> dict[str, str]:
@@ -49,9 +68,11 @@ def resolve(config: FusionConfig) -> dict[str, Resolved]:
     return config.resolve(unavailable(), BY_NAME_ONLY)
 
 
-def group_names(graph: Graph) -> list[str]:
-    """Names of the process groups that the graph reduces over, in order of first use."""
+def group_names(graph: Graph, fusions: Mapping[str, Resolved]) -> list[str]:
+    """Names of the process groups of the collectives in the graph that a fusion may rewrite, in order of first use."""
     places = {ALL_REDUCE: 2, FUSED_OP: 2, PLAIN_OP: 1}  # of the group among the arguments
+    if fusions[GEMM_COMMS].on:
+        places |= {REDUCE_SCATTER: 3, ALL_GATHER: 2}
     names = (node.args[places[node.target]] for node in graph.nodes if is_call(node, *places))
     return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
@@ -64,9 +85,9 @@ def digest(graph: Graph) -> str:
 
 
 def on_cuda(graph: Graph) -> bool:
-    """Whether the graph reduces CUDA tensors."""
-    reduces = (node for node in graph.nodes if is_call(node, ALL_REDUCE, FUSED_OP, PLAIN_OP))
-    return any(value(node.args[0]).device.type == "cuda" for node in reduces)
+    """Whether the graph has collectives of CUDA tensors."""
+    found = (node for node in graph.nodes if is_call(node, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, FUSED_OP, PLAIN_OP))
+    return any(value(node.args[0]).device.type == "cuda" for node in found)
 
 
 def run(module: GraphModule, context: Context, training: bool) -> None:

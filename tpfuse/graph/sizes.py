@@ -25,8 +25,8 @@ class Sizes:
         self._computed: dict[Any, Node] = {}  # expression -> node
         self._found: dict[Any, tuple[Node, int]] = {}  # symbol -> (input, dimension) of that size
         for node in graph.nodes:
-            if node.op != "placeholder":
-                break
+            if node.op != "placeholder" and not isinstance(value(node), torch.SymInt):
+                break  # what was computed before stands at the top
             self._last = node
             if isinstance(value(node), torch.SymInt):
                 self._computed.setdefault(value(node).node.expr, node)

@@ -14,7 +14,7 @@ import torch
 
 from tpfuse.errors import BuildError, ConfigError
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.dispatch import Dispatcher
+from tpfuse.kernels.dispatch import REFERENCE, Dispatcher
 from tpfuse.kernels.matmul_candidates import (
     ALL_GATHER_MATMUL,
     COMPOSED,
@@ -150,6 +150,20 @@ def choose(dispatcher: Dispatcher, problem: MatmulProblem, kernel: str | None = 
         if choice and choice.candidate in known and not known[choice.candidate].obstacle(arena, problem, choice):
             return known[choice.candidate], choice
     return by_rule(problem)
+
+
+def may_run(group_name: str, device_type: str, problem: MatmulProblem, most_rows: int) -> list[str]:
+    """Names of what computes a problem of ``problem.rows`` to ``most_rows`` rows, fewest rows first.
+
+    Where it is NCCL alone, nothing is won. Makes what memory they need: collective.
+    """
+    if device_type == "cpu":
+        return [REFERENCE]
+    found = dispatch.of(group_name)
+    assert isinstance(found, Dispatcher), found
+    counts = {problem.rows << n for n in range(most_rows.bit_length()) if problem.rows << n < most_rows} | {most_rows}
+    problems = [problem.with_rows(count, found.arena.world) for count in sorted(counts)]
+    return list(dict.fromkeys(choose(found, each)[0].name for each in problems))
 
 
 def by_rule(problem: MatmulProblem) -> tuple[Candidate, Choice]:

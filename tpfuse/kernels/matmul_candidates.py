@@ -47,6 +47,10 @@ class MatmulProblem(NamedTuple):
     out_dtype: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
 
+    def with_rows(self, rows: int, world: int) -> MatmulProblem:
+        """The same of another size, in as few rows a rank as will do."""
+        return self._replace(rows=rows, share=rows if self.op == MATMUL_ALL_REDUCE else -(-rows // world))
+
     @property
     def columns(self) -> int:
         """N of all weights together."""

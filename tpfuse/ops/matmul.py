@@ -8,6 +8,7 @@ FP8: ``product`` multiplies by both scales, one number each (per tensor) or [M, 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from tpfuse.comm import groups
 from tpfuse.kernels.candidates import DTYPES
@@ -39,9 +40,9 @@ def pair(input_scale: torch.Tensor | None, weight_scale: torch.Tensor | None) ->
     return None if input_scale is None or weight_scale is None else (input_scale, weight_scale)
 
 
-def shard_rows(rows: int, world: int, unit: int = 1) -> int:
-    """S: the rows of each rank, a whole number of units of ``unit`` rows."""
-    return -(-rows // (unit * world)) * unit
+def rows_of(rows: int, group: str | dist.ProcessGroup, share: int | None = None) -> int:
+    """S: the rows of each rank, as many as were asked for or as few as will do."""
+    return -(-rows // groups.size(group)) if share is None else share
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -61,10 +62,9 @@ def gather_rows(shard: torch.Tensor, rows: int, group: str) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(gathered)[:rows].view(shard.dtype)
 
 
-def scatter_sum(partial: torch.Tensor, group: str, unit: int = 1) -> torch.Tensor:
+def scatter_sum(partial: torch.Tensor, group: str, share: int | None = None) -> torch.Tensor:
     """[M, ...], partial sums -> [S, ...], this rank's rows of the sum, by a functional collective."""
-    world = groups.size(group)
-    size = shard_rows(partial.shape[0], world, unit)
+    world, size = groups.size(group), rows_of(partial.shape[0], group, share)
     if not partial.numel():
         return partial.new_zeros(size, *partial.shape[1:])
     padded = pad_rows(partial, size * world).contiguous()

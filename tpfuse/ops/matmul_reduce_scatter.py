@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tpfuse.comm import groups
 from tpfuse.kernels import matmul
 from tpfuse.ops import library
-from tpfuse.ops.matmul import check_dim, check_product, check_wire_dtype, pair, product, scatter_sum, shard_rows
+from tpfuse.ops.matmul import check_dim, check_product, check_wire_dtype, pair, product, rows_of, scatter_sum
 
 NAME = "matmul_reduce_scatter"
 
@@ -25,12 +25,12 @@ def reference(
     weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
-    unit: int = 1,
+    share: int | None = None,
 ) -> torch.Tensor:
     """What the operation means, as a product and a functional collective."""
     dtype = out_dtype or input.dtype
     partial = product(input, weight, input_scale, weight_scale, wire_dtype or dtype)
-    total = scatter_sum(partial, group, unit).to(dtype)
+    total = scatter_sum(partial, group, share).to(dtype)
     return total if bias is None else _mask_padding(total + bias, input.shape[0], group)
 
 
@@ -53,29 +53,29 @@ def _run(
     weight_scale=None,
     out_dtype=None,
     wire_dtype=None,
-    unit=1,
+    share=None,
     kernel_name=None,
     after=None,
 ):
     if input.is_cuda:
-        share, scales = shard_rows(input.shape[0], groups.size(group), unit), pair(input_scale, weight_scale)
-        arguments = (input, weight, bias, scales, out_dtype, wire_dtype, share)
+        size, scales = rows_of(input.shape[0], group, share), pair(input_scale, weight_scale)
+        arguments = (input, weight, bias, scales, out_dtype, wire_dtype, size)
         result = matmul.matmul_reduce_scatter(kernel_name, group, *arguments)
         if result is not None:
             return result
-    return reference(input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype, unit)
+    return reference(input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype, share)
 
 
 def _fake(
-    input, weight, group, bias=None, input_scale=None, weight_scale=None, out_dtype=None, wire_dtype=None, unit=1, *rest
+    input, weight, group, bias=None, input_scale=None, weight_scale=None, out_dtype=None, wire_dtype=None, share=None, *rest
 ):
-    rows = shard_rows(input.shape[0], groups.size(group), unit)
+    rows = rows_of(input.shape[0], group, share)
     return torch.empty((rows, weight.shape[1]), dtype=out_dtype or input.dtype, device=input.device)
 
 
 OP = library.define(
     f"{NAME}(Tensor input, Tensor weight, str group, Tensor? bias=None, Tensor? input_scale=None, "
-    "Tensor? weight_scale=None, ScalarType? out_dtype=None, ScalarType? wire_dtype=None, SymInt unit=1, "
+    "Tensor? weight_scale=None, ScalarType? out_dtype=None, ScalarType? wire_dtype=None, SymInt? share=None, "
     "str? kernel_name=None, Tensor? after=None) -> Tensor",
     _run,
     _fake,
@@ -128,9 +128,9 @@ def matmul_reduce_scatter(
     check_wire_dtype(NAME, wire_dtype, out_dtype or input.dtype)
     matmul.check_name(NAME, kernel)
     moved = input.movedim(dim, 0)
-    unit = moved.shape[1:-1].numel()
+    share = rows_of(moved.shape[0], group) * moved.shape[1:-1].numel()
     if input_scale is not None and input_scale.numel() > 1:
         input_scale = input_scale.view(*input.shape[:-1], 1).movedim(dim, 0).reshape(-1, 1)
-    arguments = (bias, input_scale, weight_scale, out_dtype, wire_dtype, unit, kernel)
+    arguments = (bias, input_scale, weight_scale, out_dtype, wire_dtype, share, kernel)
     result = OP(moved.reshape(-1, input.shape[-1]), weight, groups.group_name(group), *arguments)
     return result.view(-1, *moved.shape[1:-1], weight.shape[1]).movedim(0, dim)

@@ -1,0 +1,106 @@
+"""A model that is sequence-parallel by DTensor, by a plan like torchtitan's: its collectives join its GEMMs."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import tpfuse
+from tpfuse.testing import interpret_graphs, spawn
+
+D, H, V = 16, 32, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(D), Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(D, H), nn.Linear(D, H, bias=False), nn.Linear(H, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(V, D), nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(D), nn.Linear(D, V, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _sharded(model: Model) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for block in model.blocks:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "norm": SequenceParallel(),
+                "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+                "mlp.gate": ColwiseParallel(),
+                "mlp.up": ColwiseParallel(),
+                "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+            },
+        )
+    return model
+
+
+def _titan(rank: int, batch: int) -> dict[str, object]:
+    torch.manual_seed(0)
+    whole = Model()
+    model = Model()
+    model.load_state_dict(whole.state_dict())
+    model = _sharded(model)
+    ids = torch.randint(0, V, (batch, 8), generator=torch.Generator().manual_seed(batch))
+    with torch.no_grad(), interpret_graphs() as graphs:
+        expected = whole(ids)
+        tpfuse.apply(model, {"fuse_gemm_comms": True}, fullgraph=True)
+        got = model(ids)
+        targets = [node.target for node in graphs[0].graph.nodes]
+    ops = torch.ops.tpfuse
+    return {
+        "error": (got - expected).abs().max().item(),
+        "joined": (targets.count(ops.matmul_reduce_scatter.default), targets.count(ops.all_gather_matmul.default)),
+        "report": str(tpfuse.explain(model)),
+    }
+
+
+def test_sequence_parallel_by_dtensor():
+    """Two down projections scatter; two blocks and the head gather, once for both GEMMs of a block."""
+    for batch in (1, 3):
+        for found in spawn(_titan, 2, batch, timeout_s=120):
+            assert found["error"] < 1e-5 and found["joined"] == (2, 3), found
+            assert "matmul" not in found["report"] and "reduce_scatter" in found["report"]

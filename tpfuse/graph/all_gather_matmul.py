@@ -1,0 +1,172 @@
+"""FUSE: all-gather of rows -> GEMMs becomes ``tpfuse::all_gather_matmul``: one gather for all GEMMs that read it.
+
+What else reads the gathered rows gets them from the operation, too. Gathers of the same tensor become one first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+from torch.fx import Graph
+
+from tpfuse.graph.context import GEMM_COMMS, Context
+from tpfuse.graph.nodes import (
+    ALL_GATHER,
+    COPIES,
+    VIEWS,
+    WAIT,
+    Node,
+    aten,
+    emit,
+    erase_cone,
+    is_call,
+    is_contiguous,
+    is_node,
+    same_shape,
+    same_sizes,
+    sole_user,
+    value,
+)
+from tpfuse.graph.products import Product, bring_before, interchange, name_of, parts, product, source_of_rows, what_runs
+from tpfuse.graph.sizes import Sizes
+from tpfuse.ops.all_gather_matmul import NAME, OP
+
+
+@dataclasses.dataclass
+class Readers:
+    """Who reads gathered rows.
+
+    root      the node that has all of them, and no padding
+    products  GEMMs of them
+    others    nodes that read root, or what is a view of it
+    """
+
+    root: Node
+    products: list[Product]
+    others: list[Node]
+
+
+def run(graph: Graph, context: Context) -> None:
+    if not context.fusions[GEMM_COMMS].on:
+        return
+    if context.ranks_alike:
+        _merge(graph)
+    sizes = Sizes(graph)
+    for node in [node for node in graph.nodes if is_call(node, ALL_GATHER)]:
+        readers, reason, kernels = _judge(graph, node, sizes, context)
+        decided: Any = {"fusion": GEMM_COMMS, "op": "all_gather", "group": str(node.args[-1])}
+        if readers is None or reason:
+            context.decide("skipped", node, **decided, reason=reason)
+            continue
+        context.decide("fused", node, **decided, kernel="/".join(kernels))
+        context.rewrites += 1
+        _rewrite(graph, node, readers, sizes)
+
+
+def _merge(graph: Graph) -> None:
+    """Gathers of the same tensor become the first of them."""
+    first: dict[tuple, Node] = {}
+    for node in [node for node in graph.nodes if is_call(node, ALL_GATHER)]:
+        wait, kept = sole_user(node), first.setdefault((source_of_rows(node.args[0]), *node.args[1:]), node)
+        if kept is not node and same_shape(node, kept) and is_call(wait, WAIT) and is_call(sole_user(kept), WAIT):
+            wait.replace_all_uses_with(sole_user(kept))
+            graph.erase_node(wait)
+            graph.erase_node(node)
+
+
+def _judge(graph: Graph, gather: Node, sizes: Sizes, context: Context) -> tuple[Readers | None, str, list[str]]:
+    """Who reads it, why it is not fused, and what would run it."""
+    group, local = gather.args[-1], value(gather.args[0])
+    if not context.ranks_alike:
+        return None, "ranks have different graphs or forward hooks", []
+    if not isinstance(group, str):
+        return None, "its process group is not a constant of the graph", []
+    if not is_call(sole_user(gather), WAIT):
+        return None, "its result has other users than one wait", []
+    if local.dim() < 2 or not is_contiguous(gather.args[0]):
+        return None, "what it gathers are no rows", []
+    readers = _readers(sole_user(gather))
+    if not readers.products:
+        names = ", ".join(dict.fromkeys(map(name_of, readers.others))) or "nothing"
+        return None, f"no GEMM reads what it gathers, but {names}", []
+    if not all(sizes.known(size) for node in (gather.args[0], readers.root) for size in value(node).shape):
+        return None, "its row count is no sum or product of input sizes", []
+    if any(each.scales for each in readers.products):
+        return None, "its GEMMs scale FP8 values, by scales that are gathered apart", []
+    if len({(value(each.weight).dtype, each.out_dtype) for each in readers.products}) > 1:
+        return None, "its GEMMs differ in dtype", []
+    needed = [node for each in readers.products for node in (each.weight, each.bias) if is_node(node)]
+    if not bring_before(graph, needed, _place(readers.root)):
+        return None, "a weight of its GEMMs is computed from what is gathered", []
+    return readers, *what_runs(NAME, readers.products, group, context)
+
+
+def _readers(wait: Node) -> Readers:
+    readers = Readers(_all_rows(wait), [], [])
+    pending = [readers.root]
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            made = product(user)
+            if made is not None and made.input is node and node not in (made.weight, made.bias):
+                readers.products.append(made)
+            elif is_call(user, *VIEWS, *COPIES) and same_sizes(value(user).shape[-1:], value(node).shape[-1:]):
+                pending.append(user)
+            else:
+                readers.others.append(user)
+    readers.products.sort(key=lambda made: made.node._sort_key)
+    return readers
+
+
+def _all_rows(wait: Node) -> Node:
+    """The node that cuts off rows which only fill up the ranks' shares, or puts those of dimension 1 together."""
+    user = sole_user(wait)
+    if is_call(user, aten.split.Tensor):
+        end = sole_user(next(iter(user.users)))
+        cut = parts(end)
+        return end if cut is not None and (cut.cut, cut.joined) == (0, 1) else wait
+    cuts = is_call(user, aten.slice.Tensor) and value(wait).dim() == 2 and len(user.args) == 4
+    return user if cuts and user.args[1:3] == (0, 0) else wait
+
+
+def _place(root: Node) -> Node:
+    """The first node that reads the gathered rows, be it a view of them."""
+    return min(root.users, key=lambda node: node._sort_key)
+
+
+def _rewrite(graph: Graph, gather: Node, readers: Readers, sizes: Sizes) -> None:
+    local, _, group = gather.args
+    root, products, cut = readers.root, readers.products, parts(readers.root)
+    rows, shape = value(products[0].node).shape[0], value(local).shape
+    fakes = [value(made.node).new_empty(value(made.node).shape) for made in products]
+    if readers.others:
+        fakes.append(value(root).new_empty((rows, shape[-1])))
+    with graph.inserting_before(_place(root)):
+        if len(shape) != 2:
+            share = math.prod(shape[:-1])  # numel() would make a number of a symbol
+            fake = value(local).new_empty((share, shape[-1]))
+            local = emit(graph, aten.reshape.default, (local, [sizes.of(share), shape[-1]]), like=gather, fake=fake)
+        weights, biases = [made.weight for made in products], [made.bias for made in products]
+        added = biases if any(is_node(bias) for bias in biases) else []
+        kinds = (products[0].out_dtype, bool(readers.others))
+        results = emit(graph, OP, (local, weights, group, sizes.of(rows), added, None, [], *kinds), like=gather, fake=fakes)
+        found = []
+        for number, fake in enumerate(fakes):
+            like = products[number].node if number < len(products) else gather
+            each = emit(graph, operator.getitem, (results, number), like=like, fake=fake)
+            if cut is not None and not cut.keeps_order:
+                each = interchange(graph, each, cut.count, cut.outer, like, sizes)
+            found.append(each)
+        if readers.others:
+            shape = value(root).shape
+            arguments = (found[-1], [sizes.of(size) for size in shape])
+            whole = emit(graph, aten.reshape.default, arguments, like=gather, fake=value(root).new_empty(shape))
+            root.replace_all_uses_with(whole)
+    for made, result in zip(products, found, strict=False):
+        made.node.replace_all_uses_with(result)
+        erase_cone(graph, made.node)
+    if not root._erased and not root.users:
+        erase_cone(graph, root)

@@ -1,0 +1,200 @@
+"""GEMMs in a graph, as far as the operations that join them with a collective can compute them.
+
+M  rows     K  inner dimension     N  columns
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from tpfuse.comm import groups
+from tpfuse.graph.context import Context
+from tpfuse.graph.nodes import (
+    COPIES,
+    VIEWS,
+    Node,
+    aten,
+    dtype,
+    emit,
+    is_before,
+    is_call,
+    is_node,
+    same_sizes,
+    sole_user,
+    statically_known_true,
+    value,
+)
+from tpfuse.graph.sizes import Sizes, number_or_value
+from tpfuse.kernels import dispatch, matmul
+from tpfuse.kernels.matmul_candidates import NCCL, MatmulProblem
+
+_MM, _ADDMM, _SCALED_MM = aten.mm.default, aten.addmm.default, aten._scaled_mm.default
+PRODUCTS = (_MM, _ADDMM, _SCALED_MM)
+MOST_JUDGED_ROWS = 1 << 16  # of a call whose row count varies
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """input [M, K] @ weight [K, N] [* scales] [+ bias [N]], in out_dtype (None: the input's)."""
+
+    node: Node
+    input: Node
+    weight: Node
+    bias: Node | None = None
+    scales: tuple[Node, Node] | None = None
+    out_dtype: torch.dtype | None = None
+
+
+def product(node: Node) -> Product | None:
+    """The product that a node computes; None: it is none, or one of a kind that the operations do not know."""
+    if is_call(node, _MM) and len(node.args) == 2 and not node.kwargs:
+        return Product(node, *node.args)
+    if is_call(node, _ADDMM) and not node.kwargs:
+        bias, input, weight = node.args
+        fits = same_sizes(value(bias).shape, value(node).shape[1:]) and dtype(bias) is dtype(node)
+        return Product(node, input, weight, bias) if fits else None
+    if is_call(node, _SCALED_MM):
+        return _scaled(node)
+    return None
+
+
+def _scaled(node: Node) -> Product | None:
+    """Scales of one number each, or of each row and column; summed as exactly as the operations sum."""
+    names = ("self", "mat2", "scale_a", "scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    input, weight, scales = given["self"], given["mat2"], (given["scale_a"], given["scale_b"])
+    out_dtype, bias = given.get("out_dtype"), given.get("bias")
+    if given.get("scale_result") is not None or given.get("use_fast_accum") or out_dtype is None:
+        return None
+    rows, columns = value(node).shape
+    one = all(value(scale).numel() == 1 for scale in scales)
+    each = same_sizes(value(scales[0]).shape, (rows, 1)) and same_sizes(value(scales[1]).shape, (1, columns))
+    if not (one or each) or (bias is not None and dtype(bias) is not out_dtype):
+        return None
+    return Product(node, input, weight, bias, scales, out_dtype)
+
+
+def source_of_rows(node: Node) -> Node:
+    """What a tensor was before views and copies that keep its last dimension, and thus its rows in their order."""
+    while is_call(node, *VIEWS, *COPIES):
+        source = node.args[0]
+        if not same_sizes(value(node).shape[-1:], value(source).shape[-1:]):
+            break
+        node = source
+    return node
+
+
+def bring_before(graph: Graph, nodes: list[Node], place: Node) -> bool:
+    """Move what is needed to compute ``nodes`` in front of ``place``, if it depends on nothing from there on."""
+    needed: dict[Node, None] = {}
+    pending = [node for node in nodes if is_node(node)]
+    while pending:
+        node = pending.pop()
+        if node in needed or is_before(node, place):
+            continue
+        if node is place or node.op not in ("call_function", "get_attr", "placeholder") or node.target in PRODUCTS:
+            return False
+        if getattr(node.target, "namespace", "aten") not in ("aten", "prims") or (
+            node.op == "call_function" and getattr(node.target, "_schema", None) and node.target._schema.is_mutable
+        ):
+            return False
+        needed[node] = None
+        pending += node.all_input_nodes
+    for node in sorted(needed, key=lambda each: each._sort_key):
+        place.prepend(node)
+    return True
+
+
+def what_runs(op: str, made: Sequence[Product], group: str, context: Context) -> tuple[str, list[str]]:
+    """(why not to join products and a collective, names of the kernels that do it over all row counts of the graph)"""
+    device = value(made[0].node).device.type
+    obstacle = dispatch.obstacle(group, device)
+    if obstacle:
+        return obstacle, []
+    rows, widths = value(made[0].node).shape[0], tuple(value(each.weight).shape[1] for each in made)
+    low, high = (rows, rows) if isinstance(rows, int) else (context.rows[0], min(MOST_JUDGED_ROWS, context.rows[1]))
+    dtypes = (value(made[0].input).dtype, *(value(each.weight).dtype for each in made))
+    problem = MatmulProblem(op, 0, widths, value(made[0].weight).shape[0], dtypes, 0, made[0].out_dtype)
+    kernels = matmul.may_run(group, device, problem.with_rows(low, groups.size(group)), high)
+    return "a GEMM and NCCL, one after the other, are chosen for these rows" if kernels == [NCCL] else "", kernels
+
+
+def without_padding(node: Node) -> Node:
+    """What a matrix was before rows of zeros were put below it."""
+    if is_call(node, aten.constant_pad_nd.default) and not node.kwargs:
+        padded, widths, *fill = node.args
+        if value(padded).dim() == 2 and list(widths[:3]) == [0, 0, 0] and fill in ([], [0]):
+            return padded
+    return node
+
+
+def used_only_for(source: Node, end: Node) -> bool:
+    """Whether all that is made of ``source`` is ``end``, by a chain of nodes of which each has one user."""
+    while sole_user(end) is not None and end is not source:
+        cut = parts(end)
+        end = end.args[0] if cut is None else cut.source
+    return end is source and sole_user(end) is not None
+
+
+def name_of(node: Node) -> str:
+    """How a report calls what computes a value."""
+    return getattr(node.target, "__name__", str(node.target)) if node.op == "call_function" else "an input"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A tensor cut along one dimension, its parts put together along another: a collective over dimension 1 is spelled so.
+
+    source  what was cut along dimension ``cut``, into ``count`` parts; they are put together along ``joined``
+    """
+
+    source: Node
+    cut: int
+    joined: int
+    count: int
+
+    @property
+    def outer(self) -> Any:
+        """How many sequences there are: with one, all rows are in the order that they were in."""
+        return value(self.source).shape[0] if self.cut else value(self.source).shape[0] // self.count
+
+    @property
+    def keeps_order(self) -> bool:
+        return statically_known_true(self.outer == 1)
+
+
+def parts(node: Node) -> Parts | None:
+    """What a node puts together, if that is all parts of a tensor with rows, equally large, in order and used only here."""
+    if not is_call(node, aten.cat.default) or node.kwargs or value(node).dim() < 3:
+        return None
+    listed, joined = (*node.args, 0)[:2]
+    split: Node = listed[0].args[0] if is_call(listed[0], operator.getitem) else None
+    if not is_call(split, aten.split.Tensor):
+        return None
+    source, size, cut = (*split.args, 0)[:3]
+    whole = statically_known_true(value(source).shape[cut] == number_or_value(size) * len(listed))
+    in_order = all(is_call(part, operator.getitem) and part.args == (split, n) for n, part in enumerate(listed))
+    alone = len(split.users) == len(listed) and all(sole_user(part) is node for part in listed)
+    cut, joined = cut % value(node).dim(), joined % value(node).dim()
+    return Parts(source, cut, joined, len(listed)) if whole and in_order and alone else None
+
+
+def interchange(graph: Graph, matrix: Node, outer: Any, inner: Any, like: Node, sizes: Sizes) -> Node:
+    """A matrix of [outer, inner, ...] rows as one of [inner, outer, ...] rows."""
+    rows, columns = value(matrix).shape
+    rest = (rows // (outer * inner), columns)
+
+    def step(target: Any, argument: Any, *shape: Any) -> None:
+        nonlocal matrix
+        matrix = emit(graph, target, (matrix, argument), like=like, fake=value(matrix).new_empty(shape))
+
+    step(aten.reshape.default, [*map(sizes.of, (outer, inner, *rest))], outer, inner, *rest)
+    step(aten.permute.default, [1, 0, 2, 3], inner, outer, *rest)
+    step(aten.reshape.default, [sizes.of(rows), columns], rows, columns)
+    return matrix
