@@ -76,6 +76,7 @@ class AppliedModel:
         self.previous_call = model._compiled_call_impl
         self._alike: dict[str, bool] = {}  # by group, once its ranks have been asked
         self._callables: dict[tuple[int, str], Callable] = {}
+        self._boundaries = request.config.row_boundaries(request.fusions)
         self._checked_strictly = not request.strict
         self._paused = ""  # why calls run the model as it is
         self._bypassed: list[torch.nn.Module] = []
@@ -124,11 +125,10 @@ class AppliedModel:
             why = self._paused or "gradients are on (only inference is fused)"
             self.recorder.note(f"{why}: the model ran as it was before tpfuse.apply")
             return as_it_is(*args, **kwargs)
-        boundaries = self.request.config.token_boundaries
         index = 0
-        if boundaries:
+        if self._boundaries:
             rows = tokens.count_tokens(self.model.forward, args, kwargs, self.request.config.token_count_from)
-            index = bisect.bisect_right(boundaries, rows)
+            index = bisect.bisect_right(self._boundaries, rows)
         key = (index, compile_options.key)
         compiled = self._callables.get(key)
         if compiled is None:
@@ -152,8 +152,8 @@ class AppliedModel:
         backend = TpfuseBackend(
             self.request.fusions,
             self.recorder,
-            variant=tokens.variant_name(self.request.config.token_boundaries, index),
-            rows=tokens.row_range(self.request.config.token_boundaries, index),
+            variant=tokens.variant_name(self._boundaries, index),
+            rows=tokens.row_range(self._boundaries, index),
             model=self.model,
             agree=_weakly(self),
             config=self.request.config,

@@ -75,7 +75,8 @@ class FusionConfig:
     * O2  what is measured to pay (default)
     * O3  also what needs the full graph
 
-    sp_min_token_num                   rows from which sequence parallelism is used (None: measured)
+    sp_min_token_num                   rows of a call from which sequence parallelism is used (None: any number); calls with
+                                       fewer have a compiled variant of their own
     fi_allreduce_fusion_max_size_mb    largest message for FlashInfer's all-reduce kernels, MiB (None: any)
     rope_kvcache_fusion_max_token_num  most rows for which RoPE + KV write is fused
     workspace_mb                       symmetric memory per process group on each rank, MiB; a group's first model decides
@@ -220,6 +221,13 @@ class FusionConfig:
             if getattr(self, name) != _default(name) and missing:
                 raise ConfigError(f"{name}={getattr(self, name)} cannot be honoured: {missing}")
         return resolved
+
+    def row_boundaries(self, resolved: Mapping[str, Resolved]) -> tuple[int, ...]:
+        """Row counts at which another compiled variant takes over: those asked for, and where sharding of rows begins."""
+        found = {*self.token_boundaries}
+        if self.sp_min_token_num and resolved["enable_sp"].on:
+            found.add(self.sp_min_token_num)
+        return tuple(sorted(found - {1}))
 
 
 def is_disabled() -> bool:

@@ -104,3 +104,36 @@ def test_sequence_parallel_by_dtensor():
         for found in spawn(_titan, 2, batch, timeout_s=120):
             assert found["error"] < 1e-5 and found["joined"] == (2, 3), found
             assert "matmul" not in found["report"] and "reduce_scatter" in found["report"]
+
+
+def _stack(rank: int) -> dict[str, object]:
+    from tests.gloo.layers import Stack
+
+    class Normed(Stack):
+        def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x, residual)[0]
+
+    model = Normed(dist.group.WORLD, layers=2)
+    config = {"enable_sp": True, "fuse_gemm_comms": True, "sp_min_token_num": 6}
+    shapes, errors = [(8,), (3,), (2, 5), (7,), (5,)], []
+    with torch.no_grad(), interpret_graphs():
+        tpfuse.apply(model, config)
+        for shape in shapes:
+            errors.append((model(*model.inputs(*shape)) - model.unsharded(*shape)[0]).abs().max().item())
+    report = tpfuse.explain(model)
+    fused: dict[str, dict[str, int]] = {}
+    for site in report.sites:
+        if site.outcome == "fused":
+            fused.setdefault(site.variant, {}).setdefault(f"{site.fusion} {site.op}", 0)
+            fused[site.variant][f"{site.fusion} {site.op}"] += 1
+    return {"error": max(errors), "fused": fused}
+
+
+def test_few_and_many_rows():
+    """Two variants, picked by the call: all-reduces with their norms below six rows, else sharded rows and joined GEMMs."""
+    for found in spawn(_stack, 2, timeout_s=120):
+        assert found["error"] < 1e-4, found
+        few, many = found["fused"]["rows<6"], found["fused"]["rows>=6"]
+        assert few == {"fuse_allreduce_rms all_reduce": 2}
+        assert many["enable_sp all_reduce"] == 2 and many["fuse_gemm_comms reduce_scatter"] == 2, many
+        assert many["fuse_gemm_comms all_gather"] >= 1, many

@@ -333,6 +333,20 @@ def test_remove():
     tpfuse.remove(model)
 
 
+def test_few_and_many_rows():
+    """From sp_min_token_num rows on they are sharded, below an all-reduce and its norm are one kernel: by the call."""
+    model = Model(layers=2).eval()
+    tpfuse.apply(model, {"enable_sp": True, "sp_min_token_num": 6, "token_boundaries": (32,)})
+    for rows in (8, 3, 8, 3):
+        model(values(rows, 16, dtype=torch.float32))
+    report = tpfuse.explain(model)
+    fused = {(site.variant, site.fusion) for site in report.sites if site.outcome == "fused"}
+    assert fused == {("rows<6", "fuse_allreduce_rms"), ("6<=rows<32", "enable_sp")} and report.graphs == 2
+    assert all(
+        "fewer than sp_min_token_num=6" in s.reason for s in report.sites if s.fusion == "enable_sp" and s.variant == "1-5"
+    )
+
+
 def test_strict_and_explicit():
     """Asked for by name and nothing there: an error, not a silent nothing."""
 

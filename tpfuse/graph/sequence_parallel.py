@@ -126,8 +126,8 @@ def _too_few(reduce: Node, context: Context) -> str:
         return f"{told}, fewer than sp_min_token_num={fewest}"
     if low < fewest:
         context.note(
-            f"sp_min_token_num={fewest} is not applied to single calls where the row count varies in one graph: "
-            f"token_boundaries=({fewest},) makes a graph for fewer rows"
+            f"sp_min_token_num={fewest} is not applied to single calls where torch.compile has one graph for any number "
+            "of rows: tpfuse.apply has one for fewer"
         )
     return ""
 
