@@ -37,7 +37,7 @@ def scaled(**fields):
         (X.to(E4M3), W.to(E4M3), scaled(input_scale=torch.ones(4, 1)), "scales must be one number each, or"),
         (X.to(E4M3), W.to(E4M3), scaled(input_scale=torch.ones(3, 1), weight_scale=torch.ones(1, 6)), "scales must be"),
         (X.to(E4M3), W, scaled(), "weight must go with torch.float8_e4m3fn"),
-        (X, torch.nn.Parameter(W), {}, "has no backward yet"),
+        (X.to(E4M3), W.to(E4M3), scaled(weight_scale=torch.ones((), requires_grad=True)), "has no backward for FP8"),
         (X, W.to("meta"), {}, "all tensors must be on one device"),
     ],
 )

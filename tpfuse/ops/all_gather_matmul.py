@@ -14,7 +14,8 @@ import torch.distributed as dist
 from tpfuse.comm import groups
 from tpfuse.kernels import matmul
 from tpfuse.ops import library
-from tpfuse.ops.matmul import check_dim, check_product, gather_rows, product
+from tpfuse.ops.library import needs_gradients
+from tpfuse.ops.matmul import check_dim, check_product, gather_rows, product, scatter_sum
 
 NAME = "all_gather_matmul"
 
@@ -79,6 +80,46 @@ OP = library.define(
 )
 
 
+class Differentiable(torch.autograd.Function):
+    """The input's gradient is a reduce-scatter of products; the gathered input is not kept, but gathered again."""
+
+    @staticmethod
+    def forward(ctx, input, group, rows, gathered, kernel, count, *weights_and_biases):
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
+        ctx.save_for_backward(input, *weights)
+        ctx.group, ctx.rows = group, rows
+        ctx.set_materialize_grads(False)
+        return tuple(OP(input, weights, group, rows, biases, None, [], None, gathered, kernel))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        input, *weights = ctx.saved_tensors
+        pairs = [(g.contiguous(), w) for g, w in zip(grads, weights, strict=False) if g is not None]
+        of_gathered = grads[len(weights)] if len(grads) > len(weights) else None
+        of_weights = [None] * len(weights)
+        if any(ctx.needs_input_grad[6 : 6 + len(weights)]):
+            whole = gather_rows(input, ctx.rows, ctx.group)
+            of_weights = [None if g is None else whole.t() @ g for g in grads[: len(weights)]]
+        wanted = ctx.needs_input_grad[6 + len(weights) :]  # of biases, where there are any
+        of_biases = [g.sum(0) if want and g is not None else None for g, want in zip(grads, wanted, strict=False)]
+        return _of_input(input, pairs, of_gathered, ctx.group), *[None] * 5, *of_weights, *of_biases
+
+
+def _of_input(
+    input: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]], of_gathered: torch.Tensor | None, group: str
+) -> torch.Tensor:
+    share = input.shape[0]
+    if len(pairs) == 1 and of_gathered is None:
+        grad, weight = pairs[0]
+        return torch.ops.tpfuse.matmul_reduce_scatter.default(grad, weight.t(), group, share=share)
+    partial: torch.Tensor | None = of_gathered
+    for grad, weight in pairs:
+        product = grad @ weight.t()
+        partial = product if partial is None else partial + product
+    return torch.zeros_like(input) if partial is None else scatter_sum(partial, group, share)
+
+
 def all_gather_matmul(
     input: torch.Tensor,
     weights: torch.Tensor | Sequence[torch.Tensor],
@@ -116,10 +157,11 @@ def all_gather_matmul(
                   peer without end)
     returns       for each weight the gathered shape with N in place of K, then the gathered input if it is wanted
 
-    Accumulates in fp32. Collective: every rank of the group calls it with the same shapes. Has no backward.
+    Accumulates in fp32. Collective: every rank of the group calls it with the same shapes.
+    Gradients (but for FP8): what the ranks' products, and users of the gathered input, give for a row is summed over ranks.
     Safe in CUDA graphs: there, what was not called before outside a capture is NCCL's, or a ConfigError where a kernel is
     named. Tensors lie alike (strides, alignment) on every rank.
-    Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
+    Raises ValueError: arguments other than the above; ConfigError: ``kernel`` cannot do
     this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.
     """
@@ -142,18 +184,13 @@ def all_gather_matmul(
         raise ValueError(f"{NAME}: size must be {least} to {most}, got {size}")
     if per_row and input_scale is not None:
         flat_scale = input_scale.view(*input.shape[:-1], 1).movedim(dim, 0).reshape(-1, 1)
-    results = OP(
-        moved.reshape(-1, input.shape[-1]),
-        listed,
-        groups.group_name(group),
-        size * moved.shape[1:-1].numel(),
-        [] if biases is None else added,
-        flat_scale,
-        [] if weight_scales is None else scales,
-        out_dtype,
-        gathered,
-        kernel,
-    )
+    flat, name, rows = moved.reshape(-1, input.shape[-1]), groups.group_name(group), size * moved.shape[1:-1].numel()
+    given = [] if biases is None else added
+    if needs_gradients(input, *listed, *added):
+        results = Differentiable.apply(flat, name, rows, gathered, kernel, len(listed), *listed, *given)
+    else:
+        of_weights = [] if weight_scales is None else scales
+        results = OP(flat, listed, name, rows, given, flat_scale, of_weights, out_dtype, gathered, kernel)
     return tuple(each.view(size, *moved.shape[1:-1], each.shape[1]).movedim(0, dim) for each in results)
 
 

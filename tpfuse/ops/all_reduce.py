@@ -10,6 +10,7 @@ from tpfuse.comm.groups import group_name
 from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import ALL_REDUCE, DTYPES, check_name
 from tpfuse.ops import library
+from tpfuse.ops.library import needs_gradients
 
 NAME = ALL_REDUCE
 
@@ -38,6 +39,18 @@ def _fake(input, group, kernel_name=None, after=None):
 OP = library.define(f"{NAME}(Tensor input, str group, str? kernel_name=None, Tensor? after=None) -> Tensor", _run, _fake)
 
 
+class Differentiable(torch.autograd.Function):
+    """The result is replicated, and so is its gradient, which is that of each rank's part."""
+
+    @staticmethod
+    def forward(ctx, input, group, kernel):
+        return OP(input, group, kernel)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
 def all_reduce(input: torch.Tensor, *, group: dist.ProcessGroup | str, kernel: str | None = None) -> torch.Tensor:
     """Sum over the ranks of a group, out of place.
 
@@ -50,13 +63,13 @@ def all_reduce(input: torch.Tensor, *, group: dist.ProcessGroup | str, kernel: s
 
     Our own kernels accumulate in fp32 and rank order, so that all ranks get the same bits; NCCL may round at each step.
     Collective: every rank of the group calls it with the same shape. Safe in CUDA graphs after one call outside a capture.
-    Has no backward. Without an arena (no peer-to-peer memory), and on the CPU, it is the functional collective.
-    Raises ValueError: another dtype, or an input that requires gradients; ConfigError: ``kernel`` cannot do this;
-    PeerTimeoutError: a rank did not answer within the process group's time-out.
+    Gradients: as tensor parallelism needs them; the result is replicated, so must its gradient be, which is the input's.
+    Without an arena (no peer-to-peer memory), and on the CPU, it is the functional collective.
+    Raises ValueError: another dtype; ConfigError: ``kernel`` cannot do this; PeerTimeoutError: a rank did not answer within
+    the process group's time-out.
     """
     if input.dtype not in DTYPES:
         raise ValueError(f"all_reduce: input must be bf16, fp16 or fp32, got {input.dtype} {list(input.shape)}")
-    if torch.is_grad_enabled() and input.requires_grad:
-        raise ValueError("all_reduce has no backward yet: call it under torch.no_grad()")
     check_name(NAME, kernel)
-    return OP(input, group_name(group), kernel)
+    run = Differentiable.apply if needs_gradients(input) else OP
+    return run(input, group_name(group), kernel)

@@ -13,6 +13,7 @@ from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, DTYPES, Wish, check_name
 from tpfuse.ops import library
 from tpfuse.ops.all_reduce import reference as all_reduce_reference
+from tpfuse.ops.library import needs_gradients
 from tpfuse.ops.rms_norm import normalize
 
 NAME = ALL_REDUCE_RMS_NORM
@@ -100,6 +101,38 @@ OP = library.define(
 )
 
 
+class Differentiable(torch.autograd.Function):
+    """The sum is kept, and the norm computed from it again; through the sum a gradient goes to each rank's part."""
+
+    @staticmethod
+    def forward(ctx, input, weight, residual, bias, group, eps, scale, scale_tensor, weight_offset, *rest):
+        ctx.set_materialize_grads(False)
+        ctx.norm, ctx.scale = (eps, weight_offset, *rest[:2]), scale
+        arguments = (residual, bias, scale, scale_tensor, weight_offset, *rest)
+        normed, total = OP(input, weight, group, eps, *arguments)
+        ctx.save_for_backward(total, weight, scale_tensor)
+        return normed, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, of_normed, of_total):
+        total, weight, scale_tensor = ctx.saved_tensors
+        of_weight = None
+        if of_normed is not None:
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in (total, weight) if t is not None]
+                normed = normalize(leaves[0], leaves[1] if weight is not None else None, *ctx.norm)
+            through, *others = torch.autograd.grad(normed, leaves, of_normed)
+            of_weight = others[0] if others else None
+            of_total = through if of_total is None else of_total + through
+        if of_total is None:
+            return (None,) * 12
+        factor = scale_tensor if ctx.scale is None else ctx.scale
+        of_sum = of_total if factor is None else of_total * factor
+        of_bias = of_sum.reshape(-1, of_sum.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
+        return of_sum, of_weight, of_total, of_bias, *[None] * 8
+
+
 def all_reduce_rms_norm(
     input: torch.Tensor,
     weight: torch.Tensor | None,
@@ -134,10 +167,11 @@ def all_reduce_rms_norm(
 
     The sum and the norm accumulate in fp32, the sum in rank order: all ranks get the same bits, and get them again.
     Collective: every rank of the group calls it with the same shapes; no tokens at all (T = 0) is allowed and exchanges
-    nothing. Safe in CUDA graphs after one call outside a capture, which makes the group's arena. Has no backward. Without
-    an arena (no peer-to-peer memory), and on the CPU, functional collectives and eager maths do the same.
-    Raises ValueError: a shape or dtype other than the above, or an argument that requires gradients; ConfigError:
-    ``kernel`` cannot do this; PeerTimeoutError: a rank did not answer within the process group's time-out.
+    nothing. Safe in CUDA graphs after one call outside a capture, which makes the group's arena. Without an arena (no
+    peer-to-peer memory), and on the CPU, functional collectives and eager maths do the same.
+    Gradients: the results are replicated, and so must their gradients be; nothing is exchanged for them.
+    Raises ValueError: a shape or dtype other than the above, or a scale that requires gradients; ConfigError: ``kernel``
+    cannot do this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     """
     check_name(NAME, kernel)
     hidden = input.shape[-1] if input.dim() else 0
@@ -156,24 +190,15 @@ def all_reduce_rms_norm(
         factor,
     )
     tensors = [t for t in (input, weight, residual, bias, factor) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise ValueError("all_reduce_rms_norm has no backward yet: call it under torch.no_grad()")
+    if needs_gradients(factor):
+        raise ValueError("all_reduce_rms_norm has no backward for a scale that requires gradients")
     if any(t.device != input.device for t in tensors):
         raise ValueError(f"all tensors must be on {input.device}")
-    return OP(
-        input,
-        weight,
-        group_name(group),
-        eps,
-        residual,
-        bias,
-        None if factor is not None else scale,
-        factor.reshape(()) if factor is not None else None,
-        weight_offset,
-        normed_dtype,
-        out_dtype,
-        kernel,
-    )
+    number, element = (scale, None) if factor is None else (None, factor.reshape(()))
+    name, rest = group_name(group), (weight_offset, normed_dtype, out_dtype, kernel)
+    if needs_gradients(input, weight, residual, bias):
+        return Differentiable.apply(input, weight, residual, bias, name, eps, number, element, *rest)
+    return OP(input, weight, name, eps, residual, bias, number, element, *rest)
 
 
 def _require(ok: bool, what: str, given: torch.Tensor | None) -> None:

@@ -47,6 +47,11 @@ def _compared(schema: str, run: Callable) -> Callable:
     return checked
 
 
+def needs_gradients(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call with these arguments has to be one that autograd knows."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 _debugging = functools.cache(is_debugging)
 
 

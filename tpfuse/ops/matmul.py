@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tpfuse.comm import groups
 from tpfuse.kernels.candidates import DTYPES
+from tpfuse.ops.library import needs_gradients
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -108,8 +109,8 @@ def check_product(
     wide = out_dtype or input.dtype
     require(bias is None or (bias.shape == (columns,) and bias.dtype == wide), f"bias must be {wide} [{columns}]", bias)
     tensors = [t for t in (input, weight, bias, input_scale, weight_scale) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise ValueError(f"{op} has no backward yet: call it under torch.no_grad()")
+    if needs_gradients(input_scale, weight_scale) or (scaled and needs_gradients(input, weight, bias)):
+        raise ValueError(f"{op} has no backward for FP8: call it under torch.no_grad()")
     require(len({t.device for t in tensors}) == 1, "all tensors must be on one device", [str(t.device) for t in tensors])
 
 

@@ -15,6 +15,7 @@ from tpfuse.kernels import matmul
 from tpfuse.ops import library
 from tpfuse.ops.all_reduce import OP as all_reduce_op
 from tpfuse.ops.all_reduce import reference as all_reduce_reference
+from tpfuse.ops.library import needs_gradients
 from tpfuse.ops.matmul import check_product, check_wire_dtype, pair, product
 
 NAME = "matmul_all_reduce"
@@ -72,6 +73,22 @@ OP = library.define(
 )
 
 
+class Differentiable(torch.autograd.Function):
+    """The result is replicated, and so is its gradient: nothing is exchanged."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias, group, wire_dtype, kernel):
+        ctx.save_for_backward(input, weight)
+        return OP(input, weight, group, bias, None, None, None, wire_dtype, kernel)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        input, weight = ctx.saved_tensors
+        of_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ weight.t(), input.t() @ grad, of_bias, None, None, None
+
+
 def matmul_all_reduce(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -102,11 +119,12 @@ def matmul_all_reduce(
                   "nccl"
     returns       [..., N], replicated
 
-    Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
+    Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes.
+    Gradients (but for FP8): the result is replicated, and so must its gradient be; nothing is exchanged for it.
     Safe in CUDA graphs: there, what was not called before outside a capture is the product and
     ``tpfuse.ops.all_reduce``, or a ConfigError where a kernel is named. Tensors lie alike (strides, alignment) on every
     rank.
-    Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
+    Raises ValueError: arguments other than the above; ConfigError: ``kernel`` cannot do
     this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     """
     check_product(NAME, input, weight, bias, input_scale, weight_scale, out_dtype)
@@ -115,6 +133,9 @@ def matmul_all_reduce(
     flat = input.reshape(-1, input.shape[-1])
     if input_scale is not None and input_scale.numel() > 1:
         input_scale = input_scale.reshape(-1, 1)
-    arguments = (bias, input_scale, weight_scale, out_dtype, wire_dtype, kernel)
-    result = OP(flat, weight, groups.group_name(group), *arguments)
+    name = groups.group_name(group)
+    if needs_gradients(input, weight, bias):
+        result = Differentiable.apply(flat, weight, bias, name, wire_dtype, kernel)
+    else:
+        result = OP(flat, weight, name, bias, input_scale, weight_scale, out_dtype, wire_dtype, kernel)
     return result.view(*input.shape[:-1], weight.shape[1])

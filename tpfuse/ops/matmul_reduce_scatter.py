@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tpfuse.comm import groups
 from tpfuse.kernels import matmul
 from tpfuse.ops import library
+from tpfuse.ops.library import needs_gradients
 from tpfuse.ops.matmul import check_dim, check_product, check_wire_dtype, pair, product, rows_of, scatter_sum
 
 NAME = "matmul_reduce_scatter"
@@ -82,6 +83,26 @@ OP = library.define(
 )
 
 
+class Differentiable(torch.autograd.Function):
+    """The gradients of the rows are gathered, once for both products: the input's is an ``all_gather_matmul``."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias, group, wire_dtype, share, kernel):
+        ctx.save_for_backward(input, weight)
+        ctx.group = group
+        return OP(input, weight, group, bias, None, None, None, wire_dtype, share, kernel)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        input, weight = ctx.saved_tensors
+        gather, rows = torch.ops.tpfuse.all_gather_matmul.default, input.shape[0]
+        of_input, whole = gather(grad.contiguous(), [weight.t()], ctx.group, rows, [], None, [], gathered=True)
+        of_weight = input.t() @ whole if ctx.needs_input_grad[1] else None
+        of_bias = whole.sum(0) if ctx.needs_input_grad[2] else None
+        return of_input, of_weight, of_bias, None, None, None, None
+
+
 def matmul_reduce_scatter(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -116,10 +137,11 @@ def matmul_reduce_scatter(
     returns       the input's shape with S = ceil(size of dim / world) in place of that and N in place of K; row i of rank r
                   is row r * S + i of the whole, and zero where there is none
 
-    Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes. Has no backward.
+    Accumulates in fp32 within a rank. Collective: every rank of the group calls it with the same shapes.
+    Gradients (but for FP8): those of all ranks' rows are gathered; the bias's is of all rows, the same on every rank.
     Safe in CUDA graphs: there, what was not called before outside a capture is NCCL's, or a ConfigError where a kernel is
     named. Tensors lie alike (strides, alignment) on every rank.
-    Raises ValueError: arguments other than the above, or one that requires gradients; ConfigError: ``kernel`` cannot do
+    Raises ValueError: arguments other than the above; ConfigError: ``kernel`` cannot do
     this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.
     """
@@ -131,6 +153,9 @@ def matmul_reduce_scatter(
     share = rows_of(moved.shape[0], group) * moved.shape[1:-1].numel()
     if input_scale is not None and input_scale.numel() > 1:
         input_scale = input_scale.view(*input.shape[:-1], 1).movedim(dim, 0).reshape(-1, 1)
-    arguments = (bias, input_scale, weight_scale, out_dtype, wire_dtype, share, kernel)
-    result = OP(moved.reshape(-1, input.shape[-1]), weight, groups.group_name(group), *arguments)
+    flat, name = moved.reshape(-1, input.shape[-1]), groups.group_name(group)
+    if needs_gradients(input, weight, bias):
+        result = Differentiable.apply(flat, weight, bias, name, wire_dtype, share, kernel)
+    else:
+        result = OP(flat, weight, name, bias, input_scale, weight_scale, out_dtype, wire_dtype, share, kernel)
     return result.view(-1, *moved.shape[1:-1], weight.shape[1]).movedim(0, dim)
