@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from typing import Any
 
 from torch.fx import Graph
 
@@ -30,7 +29,19 @@ from tpfuse.graph.nodes import (
     sole_user,
     value,
 )
-from tpfuse.graph.products import Product, bring_before, interchange, name_of, parts, product, source_of_rows, what_runs
+from tpfuse.graph.products import (
+    NOT_ALIKE,
+    Judged,
+    Product,
+    bring_before,
+    interchange,
+    join,
+    name_of,
+    parts,
+    product,
+    source_of_rows,
+    what_runs,
+)
 from tpfuse.graph.sizes import Sizes
 from tpfuse.ops.all_gather_matmul import NAME, OP
 
@@ -50,20 +61,9 @@ class Readers:
 
 
 def run(graph: Graph, context: Context) -> None:
-    if not context.fusions[GEMM_COMMS].on:
-        return
-    if context.ranks_alike:
+    if context.fusions[GEMM_COMMS].on and context.ranks_alike:
         _merge(graph)
-    sizes = Sizes(graph)
-    for node in [node for node in graph.nodes if is_call(node, ALL_GATHER)]:
-        readers, reason, kernels = _judge(graph, node, sizes, context)
-        decided: Any = {"fusion": GEMM_COMMS, "op": "all_gather", "group": str(node.args[-1])}
-        if readers is None or reason:
-            context.decide("skipped", node, **decided, reason=reason)
-            continue
-        context.decide("fused", node, **decided, kernel="/".join(kernels))
-        context.rewrites += 1
-        _rewrite(graph, node, readers, sizes)
+    join(graph, context, ALL_GATHER, "all_gather", _judge, _rewrite)
 
 
 def _merge(graph: Graph) -> None:
@@ -77,11 +77,10 @@ def _merge(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _judge(graph: Graph, gather: Node, sizes: Sizes, context: Context) -> tuple[Readers | None, str, list[str]]:
-    """Who reads it, why it is not fused, and what would run it."""
+def _judge(graph: Graph, gather: Node, sizes: Sizes, context: Context) -> Judged:
     group, local = gather.args[-1], value(gather.args[0])
     if not context.ranks_alike:
-        return None, "ranks have different graphs or forward hooks", []
+        return None, NOT_ALIKE, []
     if not isinstance(group, str):
         return None, "its process group is not a constant of the graph", []
     if not is_call(sole_user(gather), WAIT):

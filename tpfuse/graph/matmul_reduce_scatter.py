@@ -10,27 +10,17 @@ from typing import Any
 
 from torch.fx import Graph
 
-from tpfuse.graph.context import GEMM_COMMS, Context
-from tpfuse.graph.nodes import (
-    REDUCE_SCATTER,
-    WAIT,
-    Node,
-    aten,
-    emit,
-    erase_cone,
-    is_call,
-    sole_user,
-    value,
-    why_not_a_sum,
-)
+from tpfuse.graph.context import Context
+from tpfuse.graph.nodes import REDUCE_SCATTER, Node, emit, value
 from tpfuse.graph.products import (
+    Judged,
     Product,
     interchange,
-    name_of,
+    join,
     parts,
-    product,
+    replace,
     source_of_rows,
-    used_only_for,
+    summed_product,
     what_runs,
     without_padding,
 )
@@ -39,42 +29,19 @@ from tpfuse.ops.matmul_reduce_scatter import NAME, OP
 
 
 def run(graph: Graph, context: Context) -> None:
-    if not context.fusions[GEMM_COMMS].on:
-        return
-    sizes = Sizes(graph)
-    for node in [node for node in graph.nodes if is_call(node, REDUCE_SCATTER)]:
-        made, reason, kernels = _judge(node, sizes, context)
-        decided: Any = {"fusion": GEMM_COMMS, "op": "reduce_scatter", "group": str(node.args[-1])}
-        if made is None or reason:
-            context.decide("skipped", node, **decided, reason=reason)
-            continue
-        context.decide("fused", node, **decided, kernel="/".join(kernels))
-        context.rewrites += 1
-        _rewrite(graph, node, made, sizes)
+    join(graph, context, REDUCE_SCATTER, "reduce_scatter", _judge, _rewrite)
 
 
-def _judge(scatter: Node, sizes: Sizes, context: Context) -> tuple[Product | None, str, list[str]]:
-    """The product, why it is not fused, and what would run it."""
-    partial, group = scatter.args[0], scatter.args[-1]
-    reason = why_not_a_sum(scatter, "scattered")
-    if reason or not context.ranks_alike:
-        return None, reason or "ranks have different graphs or forward hooks", []
-    source = _source(partial)
-    made = product(source)
-    if made is None:
-        return None, f"what it scatters comes from {name_of(source)}, not from a GEMM", []
-    if not is_call(sole_user(scatter), WAIT):
-        return None, "its result has other users than one wait", []
-    if not used_only_for(source, partial):
-        return None, "the GEMM's result has other users", []
-    if made.bias is not None:
-        return None, "the GEMM adds a bias on each rank, and the sum has all of them", []
-    cut = parts(partial)
+def _judge(graph: Graph, scatter: Node, sizes: Sizes, context: Context) -> Judged:
+    source, cut = _source(scatter.args[0]), parts(scatter.args[0])
+    made, reason = summed_product(scatter, source, context)
+    if reason or made is None:
+        return made, reason, []
     if cut is not None and made.scales and value(made.scales[0]).numel() > 1 and not cut.keeps_order:
-        return None, "its rows have scales, and are scattered in another order", []
+        return made, "its rows have scales, and are scattered in another order", []
     if not all(sizes.known(size) for size in (_share(scatter), *value(source).shape)):
-        return None, "its row count is no sum or product of input sizes", []
-    return made, *what_runs(NAME, [made], group, context)
+        return made, "its row count is no sum or product of input sizes", []
+    return made, *what_runs(NAME, [made], scatter.args[-1], context)
 
 
 def _source(partial: Node) -> Node:
@@ -86,24 +53,15 @@ def _source(partial: Node) -> Node:
 
 
 def _rewrite(graph: Graph, scatter: Node, made: Product, sizes: Sizes) -> None:
-    partial, group, wait = scatter.args[0], scatter.args[3], sole_user(scatter)
-    share = sizes.of(_share(scatter))
-    like = value(scatter)
-    cut = parts(partial)
+    input, cut, share = made.input, parts(scatter.args[0]), _share(scatter)
     with graph.inserting_before(scatter):
-        input = made.input
         if cut is not None and not cut.keeps_order:
             input = interchange(graph, input, cut.outer, cut.count, scatter, sizes)
-        arguments = (input, made.weight, group, None, *(made.scales or (None, None)), made.out_dtype, None, share)
-        fake = value(made.node).new_empty((_share(scatter), value(made.node).shape[1]))
+        scales = made.scales or (None, None)
+        arguments = (input, made.weight, scatter.args[-1], None, *scales, made.out_dtype, None, sizes.of(share))
+        fake = value(made.node).new_empty((share, value(made.node).shape[1]))
         found = emit(graph, OP, arguments, like=scatter, fake=fake)
-        if like.dim() != 2:
-            shape = [sizes.of(size) for size in like.shape]
-            found = emit(graph, aten.reshape.default, (found, shape), like=scatter, fake=like)
-    wait.replace_all_uses_with(found)
-    graph.erase_node(wait)
-    graph.erase_node(scatter)
-    erase_cone(graph, partial)
+    replace(graph, scatter, found, sizes)
 
 
 def _share(scatter: Node) -> Any:

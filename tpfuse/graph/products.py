@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph
 
 from tpfuse.comm import groups
-from tpfuse.graph.context import Context
+from tpfuse.graph.context import GEMM_COMMS, Context
 from tpfuse.graph.nodes import (
     COPIES,
     VIEWS,
+    WAIT,
     Node,
     aten,
     dtype,
     emit,
+    erase_cone,
     is_before,
     is_call,
     is_node,
@@ -29,6 +31,7 @@ from tpfuse.graph.nodes import (
     sole_user,
     statically_known_true,
     value,
+    why_not_a_sum,
 )
 from tpfuse.graph.sizes import Sizes, number_or_value
 from tpfuse.kernels import dispatch, matmul
@@ -36,6 +39,7 @@ from tpfuse.kernels.matmul_candidates import NCCL, MatmulProblem
 
 _MM, _ADDMM, _SCALED_MM = aten.mm.default, aten.addmm.default, aten._scaled_mm.default
 PRODUCTS = (_MM, _ADDMM, _SCALED_MM)
+NOT_ALIKE = "ranks have different graphs or forward hooks"
 MOST_JUDGED_ROWS = 1 << 16  # of a call whose row count varies
 
 
@@ -109,6 +113,64 @@ def bring_before(graph: Graph, nodes: list[Node], place: Node) -> bool:
     for node in sorted(needed, key=lambda each: each._sort_key):
         place.prepend(node)
     return True
+
+
+Judged: TypeAlias = tuple[Any, str, list[str]]  # what there is to join, why it is not joined, what would run it
+
+
+def join(
+    graph: Graph,
+    context: Context,
+    target: Callable,
+    op: str,
+    judge: Callable[[Graph, Node, Sizes, Context], Judged],
+    rewrite: Callable[[Graph, Node, Any, Sizes], None],
+) -> None:
+    """Judge every collective of a kind, which the report calls ``op``, leave the decision, rewrite those that may be."""
+    if not context.fusions[GEMM_COMMS].on:
+        return
+    sizes = Sizes(graph)
+    for node in [node for node in graph.nodes if is_call(node, target)]:
+        found, reason, kernels = judge(graph, node, sizes, context)
+        outcome: Any = "skipped" if reason else "fused"
+        decided = {
+            "op": op,
+            "group": str(node.args[-1]),
+            "reason": reason,
+            "kernel": "/".join(kernels) if not reason else "",
+        }
+        context.decide(outcome, node, fusion=GEMM_COMMS, **decided)
+        if not reason:
+            context.rewrites += 1
+            rewrite(graph, node, found, sizes)
+
+
+def summed_product(reduction: Node, source: Node, context: Context) -> tuple[Product | None, str]:
+    """The product ``source`` that a reduction over ranks sums, and why they cannot be joined."""
+    reason = why_not_a_sum(reduction, "joined with a GEMM")
+    if reason or not context.ranks_alike:
+        return None, reason or NOT_ALIKE
+    made = product(source)
+    if made is None:
+        return None, f"what it sums comes from {name_of(source)}, not from a GEMM"
+    if not is_call(sole_user(reduction), WAIT):
+        return made, "its result has other users than one wait"
+    if not used_only_for(source, reduction.args[0]):
+        return made, "the GEMM's result has other users"
+    return made, "the GEMM adds a bias on each rank, and the sum has all of them" if made.bias is not None else ""
+
+
+def replace(graph: Graph, reduction: Node, result: Node, sizes: Sizes) -> None:
+    """Put a matrix in the place of what a reduction gave, and drop that with what only it needed."""
+    wait, partial, like = sole_user(reduction), reduction.args[0], value(reduction)
+    if like.dim() != 2:
+        with graph.inserting_before(reduction):
+            shape = [sizes.of(size) for size in like.shape]
+            result = emit(graph, aten.reshape.default, (result, shape), like=reduction, fake=like)
+    wait.replace_all_uses_with(result)
+    graph.erase_node(wait)
+    graph.erase_node(reduction)
+    erase_cone(graph, partial)
 
 
 def what_runs(op: str, made: Sequence[Product], group: str, context: Context) -> tuple[str, list[str]]:
