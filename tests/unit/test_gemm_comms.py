@@ -200,7 +200,11 @@ def untouched(function, make, reason, left, size=2):
 
 
 def test_a_weight_of_what_is_gathered():
-    untouched(lambda x, *w: gather(x) @ gather(x).t(), rows(3), "computed from what is gathered", (0, 1, 0))
+    def square(x, *weights):
+        whole = gather(x)
+        return whole @ whole.t()
+
+    untouched(square, rows(3), "computed from what is gathered", (0, 1, 0))
 
 
 def test_a_result_with_other_users():
@@ -230,3 +234,62 @@ def test_another_reduction():
         average = lambda x, up, down: funcol.reduce_scatter_tensor(x @ up, "avg", 0, dist.group.WORLD)  # noqa: E731
         torch.compile(average, backend=backend)(*rows(4)(0))
     assert "only a sum" in str(backend.recorder.report())
+
+
+# -- what went wrong once ----------------------------------------------------------------------------------------------
+
+
+def test_weights_and_biases_of_gathered_rows():
+    """Nothing may be computed from rows that the operation has yet to gather."""
+
+    def largest(x, up, down):
+        whole = gather(x)
+        return whole @ up, whole @ (up * whole.amax())
+
+    def bias(x, up, down):
+        whole = gather(x)
+        return torch.addmm(whole[0].sum() * torch.ones(H), whole, up)
+
+    for function in (largest, bias):
+        untouched(function, rows(4), "computed from what is gathered", (0, 1, 0))
+
+
+@pytest.mark.parametrize("config", [GEMMS, BOTH])
+def test_views_of_a_varying_number_of_rows(config):
+    join(lambda x, up, down: gather(x).view(-1, 4, D) @ up, rows(8), (0, 0, 0), config=config, dynamic=0, left=(0, 1, 0))
+
+
+def test_gathers_that_stay_apart():
+    """Outputs are tensors of their own; and a wait that comes too late cannot stand for another."""
+    ops, name = torch.ops._c10d_functional, "0"
+
+    def crossed(x, up, down):
+        first, second = (ops.all_gather_into_tensor(x, 2, name) for _ in range(2))
+        late = ops.wait_tensor(second) @ up
+        return late, ops.wait_tensor(first) @ down.t()
+
+    join(lambda x, *w: (gather(x), gather(x)), rows(4), (0, 0, 0), left=(0, 2, 0))
+    join(crossed, rows(4), (0, 2, 0))
+
+
+def test_what_a_user_pads_or_cuts_is_no_padding_of_ours():
+    """Its numbers may be others on another rank."""
+    pad = torch.nn.functional.pad
+    untouched(lambda x, up, down: scatter(pad(x @ up, (0, 0, 0, -2))), rows(4), "not from a GEMM", (1, 0, 0))
+    untouched(lambda x, up, down: gather(x)[:5] @ up, rows(4), "no GEMM reads", (0, 1, 0))
+
+
+def test_no_rows():
+    empty = lambda rank: (fp32(0, 4, D, seed=1), *weights(rank, 1))  # noqa: E731
+    untouched(lambda x, up, down: scatter(x @ up, 1), empty, "it is empty", (1, 0, 0))
+
+
+def test_random_numbers_stay_in_their_order():
+    def function(x, up, down):
+        whole = gather(x)
+        return torch.rand(2), whole.sum(), whole @ torch.rand(D, 3)
+
+    with world(), torch._inductor.config.patch(fallback_random=True):
+        backend = Backend(GEMMS)
+        torch.compile(function, backend=backend)(*rows(4)(0))
+    assert backend.recorder.report().count("fuse_gemm_comms") == 0

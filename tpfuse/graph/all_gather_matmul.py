@@ -15,12 +15,14 @@ from tpfuse.graph.context import GEMM_COMMS, Context
 from tpfuse.graph.nodes import (
     ALL_GATHER,
     COPIES,
+    SHARDED,
     VIEWS,
     WAIT,
     Node,
     aten,
     emit,
     erase_cone,
+    is_before,
     is_call,
     is_contiguous,
     is_node,
@@ -40,6 +42,7 @@ from tpfuse.graph.products import (
     parts,
     product,
     source_of_rows,
+    unfit_sizes,
     what_runs,
 )
 from tpfuse.graph.sizes import Sizes
@@ -67,11 +70,17 @@ def run(graph: Graph, context: Context) -> None:
 
 
 def _merge(graph: Graph) -> None:
-    """Gathers of the same tensor become the first of them."""
+    """Gathers of the same tensor, all read by GEMMs, become the first of them."""
     first: dict[tuple, Node] = {}
     for node in [node for node in graph.nodes if is_call(node, ALL_GATHER)]:
-        wait, kept = sole_user(node), first.setdefault((source_of_rows(node.args[0]), *node.args[1:]), node)
-        if kept is not node and same_shape(node, kept) and is_call(wait, WAIT) and is_call(sole_user(kept), WAIT):
+        wait = sole_user(node)
+        if not is_call(wait, WAIT):
+            continue
+        readers = _readers(wait)
+        if not readers.products or any(reader.op == "output" for reader in readers.others):
+            continue  # outputs must not become one tensor
+        kept = first.setdefault((source_of_rows(node.args[0]), *node.args[1:]), node)
+        if kept is not node and same_shape(node, kept) and is_before(sole_user(kept), wait):
             wait.replace_all_uses_with(sole_user(kept))
             graph.erase_node(wait)
             graph.erase_node(node)
@@ -91,14 +100,15 @@ def _judge(graph: Graph, gather: Node, sizes: Sizes, context: Context) -> Judged
     if not readers.products:
         names = ", ".join(dict.fromkeys(map(name_of, readers.others))) or "nothing"
         return None, f"no GEMM reads what it gathers, but {names}", []
-    if not all(sizes.known(size) for node in (gather.args[0], readers.root) for size in value(node).shape):
-        return None, "its row count is no sum or product of input sizes", []
+    reason = unfit_sizes((gather.args[0], readers.root, *(made.node for made in readers.products)), sizes)
+    if reason:
+        return None, reason, []
     if any(each.scales for each in readers.products):
         return None, "its GEMMs scale FP8 values, by scales that are gathered apart", []
     if len({(value(each.weight).dtype, each.out_dtype) for each in readers.products}) > 1:
         return None, "its GEMMs differ in dtype", []
     needed = [node for each in readers.products for node in (each.weight, each.bias) if is_node(node)]
-    if not bring_before(graph, needed, _place(readers.root)):
+    if not bring_before(needed, _place(readers.root), gather):
         return None, "a weight of its GEMMs is computed from what is gathered", []
     return readers, *what_runs(NAME, readers.products, group, context)
 
@@ -121,14 +131,13 @@ def _readers(wait: Node) -> Readers:
 
 
 def _all_rows(wait: Node) -> Node:
-    """The node that cuts off rows which only fill up the ranks' shares, or puts those of dimension 1 together."""
+    """The node with which ``enable_sp`` cuts off rows that fill up the shares, or which puts dimension 1 together."""
     user = sole_user(wait)
     if is_call(user, aten.split.Tensor):
         end = sole_user(next(iter(user.users)))
         cut = parts(end)
         return end if cut is not None and (cut.cut, cut.joined) == (0, 1) else wait
-    cuts = is_call(user, aten.slice.Tensor) and value(wait).dim() == 2 and len(user.args) == 4
-    return user if cuts and user.args[1:3] == (0, 0) else wait
+    return user if is_call(user, aten.slice.Tensor) and user.meta.get(SHARDED) else wait
 
 
 def _place(root: Node) -> Node:
@@ -147,7 +156,9 @@ def _rewrite(graph: Graph, gather: Node, readers: Readers, sizes: Sizes) -> None
         if len(shape) != 2:
             share = math.prod(shape[:-1])  # numel() would make a number of a symbol
             fake = value(local).new_empty((share, shape[-1]))
-            local = emit(graph, aten.reshape.default, (local, [sizes.of(share), shape[-1]]), like=gather, fake=fake)
+            local = emit(
+                graph, aten.reshape.default, (local, [sizes.of(share), sizes.of(shape[-1])]), like=gather, fake=fake
+            )
         weights, biases = [made.weight for made in products], [made.bias for made in products]
         added = biases if any(is_node(bias) for bias in biases) else []
         kinds = (products[0].out_dtype, bool(readers.others))

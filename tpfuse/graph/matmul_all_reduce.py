@@ -6,7 +6,7 @@ from torch.fx import Graph
 
 from tpfuse.graph.context import Context
 from tpfuse.graph.nodes import ALL_REDUCE, Node, emit, value
-from tpfuse.graph.products import Judged, Product, join, replace, source_of_rows, summed_product, what_runs
+from tpfuse.graph.products import Judged, Product, join, replace, source_of_rows, summed_product, unfit_sizes, what_runs
 from tpfuse.graph.sizes import Sizes
 from tpfuse.ops.matmul_all_reduce import NAME, OP
 
@@ -19,8 +19,9 @@ def _judge(graph: Graph, reduce: Node, sizes: Sizes, context: Context) -> Judged
     made, reason = summed_product(reduce, source_of_rows(reduce.args[0]), context)
     if reason or made is None:
         return made, reason, []
-    if not all(sizes.known(size) for size in value(reduce).shape):
-        return made, "its row count is no sum or product of input sizes", []
+    reason = unfit_sizes((reduce,), sizes)
+    if reason:
+        return made, reason, []
     return made, *what_runs(NAME, [made], reduce.args[-1], context)
 
 

@@ -21,6 +21,7 @@ from tpfuse.graph.products import (
     replace,
     source_of_rows,
     summed_product,
+    unfit_sizes,
     what_runs,
     without_padding,
 )
@@ -39,8 +40,9 @@ def _judge(graph: Graph, scatter: Node, sizes: Sizes, context: Context) -> Judge
         return made, reason, []
     if cut is not None and made.scales and value(made.scales[0]).numel() > 1 and not cut.keeps_order:
         return made, "its rows have scales, and are scattered in another order", []
-    if not all(sizes.known(size) for size in (_share(scatter), *value(source).shape)):
-        return made, "its row count is no sum or product of input sizes", []
+    reason = unfit_sizes((scatter, source), sizes)
+    if reason:
+        return made, reason, []
     return made, *what_runs(NAME, [made], scatter.args[-1], context)
 
 

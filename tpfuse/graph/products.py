@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from tpfuse.comm import groups
 from tpfuse.graph.context import GEMM_COMMS, Context
 from tpfuse.graph.nodes import (
     COPIES,
+    SHARDED,
     VIEWS,
     WAIT,
     Node,
@@ -26,7 +27,6 @@ from tpfuse.graph.nodes import (
     erase_cone,
     is_before,
     is_call,
-    is_node,
     same_sizes,
     sole_user,
     statically_known_true,
@@ -94,25 +94,38 @@ def source_of_rows(node: Node) -> Node:
     return node
 
 
-def bring_before(graph: Graph, nodes: list[Node], place: Node) -> bool:
-    """Move what is needed to compute ``nodes`` in front of ``place``, if it depends on nothing from there on."""
-    needed: dict[Node, None] = {}
-    pending = [node for node in nodes if is_node(node)]
+def bring_before(nodes: list[Node], place: Node, gather: Node) -> bool:
+    """Move what ``nodes`` are computed from in front of ``place``.
+
+    False, and nothing moves: some of it depends on the gather, or must stay where it is.
+    """
+    late: dict[Node, None] = {}
+    pending, seen = [*nodes], {*nodes}
     while pending:
         node = pending.pop()
-        if node in needed or is_before(node, place):
+        if node is gather:
+            return False
+        if is_before(node, gather):
             continue
-        if node is place or node.op not in ("call_function", "get_attr", "placeholder") or node.target in PRODUCTS:
-            return False
-        if getattr(node.target, "namespace", "aten") not in ("aten", "prims") or (
-            node.op == "call_function" and getattr(node.target, "_schema", None) and node.target._schema.is_mutable
-        ):
-            return False
-        needed[node] = None
-        pending += node.all_input_nodes
-    for node in sorted(needed, key=lambda each: each._sort_key):
+        if not is_before(node, place):
+            if not _movable(node):
+                return False
+            late[node] = None
+        pending += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)
+    for node in sorted(late, key=lambda each: each._sort_key):
         place.prepend(node)
     return True
+
+
+def _movable(node: Node) -> bool:
+    """Whether nobody can tell when the node is computed."""
+    target = node.target
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function" or getattr(target, "namespace", "") not in ("aten", "prims") or target in PRODUCTS:
+        return False
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 Judged: TypeAlias = tuple[Any, str, list[str]]  # what there is to join, why it is not joined, what would run it
@@ -173,6 +186,14 @@ def replace(graph: Graph, reduction: Node, result: Node, sizes: Sizes) -> None:
     erase_cone(graph, partial)
 
 
+def unfit_sizes(nodes: Iterable[Node], sizes: Sizes) -> str:
+    """Why new nodes cannot be made of the shapes of these; "" if they can."""
+    shapes = [size for node in nodes for size in value(node).shape]
+    if any(statically_known_true(size == 0) for size in shapes):
+        return "it is empty"
+    return "" if all(map(sizes.known, shapes)) else "one of its sizes is no sum or product of input sizes"
+
+
 def what_runs(op: str, made: Sequence[Product], group: str, context: Context) -> tuple[str, list[str]]:
     """(why not to join products and a collective, names of the kernels that do it over all row counts of the graph)"""
     device = value(made[0].node).device.type
@@ -188,12 +209,11 @@ def what_runs(op: str, made: Sequence[Product], group: str, context: Context) ->
 
 
 def without_padding(node: Node) -> Node:
-    """What a matrix was before rows of zeros were put below it."""
-    if is_call(node, aten.constant_pad_nd.default) and not node.kwargs:
-        padded, widths, *fill = node.args
-        if value(padded).dim() == 2 and list(widths[:3]) == [0, 0, 0] and fill in ([], [0]):
-            return padded
-    return node
+    """What a matrix was before ``enable_sp`` put rows of zeros below it.
+
+    Nobody else's: what is recognised must not depend on numbers that may be others on another rank.
+    """
+    return node.args[0] if is_call(node, aten.constant_pad_nd.default) and node.meta.get(SHARDED) else node
 
 
 def used_only_for(source: Node, end: Node) -> bool:
@@ -258,5 +278,5 @@ def interchange(graph: Graph, matrix: Node, outer: Any, inner: Any, like: Node, 
 
     step(aten.reshape.default, [*map(sizes.of, (outer, inner, *rest))], outer, inner, *rest)
     step(aten.permute.default, [1, 0, 2, 3], inner, outer, *rest)
-    step(aten.reshape.default, [sizes.of(rows), columns], rows, columns)
+    step(aten.reshape.default, [*map(sizes.of, (rows, columns))], rows, columns)
     return matrix
