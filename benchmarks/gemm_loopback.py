@@ -2,28 +2,31 @@
 
     python benchmarks/gemm_loopback.py                                  # five models' shapes at two ranks, bf16
     python benchmarks/gemm_loopback.py --fp8 --rows 2048 8192
+    torchrun --nproc-per-node 2 benchmarks/gemm_loopback.py             # the same on two GPUs at once, and the real thing
 
 A kernel pushes to its own memory what it would push to a peer, waits for that and adds it: everything is as on two GPUs but
-the wire and the other rank. What it takes beyond the GEMM alone is what the kernel itself costs. Tilings go by the rule
-that holds without a table.
+the wire and the other rank. What it takes beyond the GEMM alone is what the kernel itself costs; what the real one takes
+beyond that, on two GPUs, is what the wire and the other rank cost. Tilings go by the rule that holds without a table.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
+import os
 import pathlib
+import socket
 import statistics
-import tempfile
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from gemm_overlap import GATHER, GRAPH_FLOP, MODELS, MOST_CALLS, OPS, SCATTER, Operands, layers
-from timing import RESULTS, Ranks, capture, commit, replayed_us, write_rows
+from gemm_overlap import GATHER, GRAPH_FLOP, MODELS, MOST_CALLS, OPS, SCATTER, Operands, bodies, layers
+from timing import RESULTS, Ranks, capture, commit, launch, replayed_us, write_rows
 
+from tpfuse.comm import arena, workspace
 from tpfuse.comm.workspace import DATA_OFFSET
 from tpfuse.kernels.cuda import all_gather_matmul, build, matmul_reduce_scatter
 
@@ -55,21 +58,21 @@ def kernel_of(space: Loopback, files: tuple[str, ...], macros: tuple[tuple[str, 
     return build.kernel(files, files[-1].partition(".")[0], macros, shared_bytes, space.arena.device.index)
 
 
-def bodies(space: Loopback, op: str, m: int, operands: Operands, fp8: bool) -> dict[str, Callable[[int], Any]]:
-    """The GEMM alone, and the kernel."""
+def body(space: Any, op: str, m: int, operands: Operands, fp8: bool) -> Callable[[int], torch.Tensor]:
+    """The kernel on one workspace."""
 
-    def ours(turn: int) -> torch.Tensor:
+    def run(turn: int) -> torch.Tensor:
         weight, dtype = operands.weight(turn), torch.bfloat16
         if op == GATHER:
             own = operands.shard_options
             scales = (own["input_scale"], own["weight_scales"], dtype) if fp8 else ()
-            return all_gather_matmul.all_gather_matmul(space, operands.shard, [weight], m, [], False, *scales)[0]  # type: ignore[arg-type]
+            return all_gather_matmul.all_gather_matmul(space, operands.shard, [weight], m, [], False, *scales)[0]
         own = operands.whole_options
         scales = ((own["input_scale"], own["weight_scale"]), dtype) if fp8 else ()
         arguments = (space, operands.whole, weight, None, m // WORLD, *scales)
         return matmul_reduce_scatter.matmul_reduce_scatter(*arguments, all_rows=op not in (GATHER, SCATTER))
 
-    return {"gemm": operands.product, "loopback": ours}
+    return run
 
 
 def wrong(op: str, whole: torch.Tensor, got: torch.Tensor) -> float:
@@ -90,39 +93,55 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "gemm_loopback_h200.csv")
     args = parser.parse_args()
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1, device_id=device)
-        _measure(args, device)
-        dist.destroy_process_group()
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    launch(lambda ranks: _measure(args, ranks))
 
 
-def _measure(args: argparse.Namespace, device: torch.device) -> None:
+def _measure(args: argparse.Namespace, ranks: Ranks) -> int:
     matmul_reduce_scatter.kernel_of = all_gather_matmul.kernel_of = kernel_of  # type: ignore[assignment]
-    space, ranks, rows = Loopback(device), Ranks(0, WORLD, device, ""), []
+    alone, device, rows = Loopback(ranks.device), ranks.device, []
+    spaces: dict[str, Any] = {"loopback": alone}
+    if ranks.size == WORLD:
+        spaces["tpfuse"] = workspace.of(arena.of(ranks.group_name))
     common = ("fp8_row" if args.fp8 else "bf16", torch.cuda.get_device_name(device), torch.__version__)
-    ratios: dict[tuple[str, bool], list[float]] = {}
+    ratios: dict[tuple[str, str, bool], list[float]] = {}
     sizes = list(dict.fromkeys(each[1:] for model in args.models for each in layers(model, WORLD) if each[1] in args.ops))
     for m, (op, n, k) in ((m, size) for m in args.rows for size in sizes):
-        made = bodies(space, op, m, Operands(ranks, m, n, k, args.fp8), args.fp8)
+        operands = Operands(dataclasses.replace(ranks, size=WORLD), m, n, k, args.fp8)
+        made = {
+            "gemm": operands.product,
+            **{name: body(space, op, m, operands, args.fp8) for name, space in spaces.items()},
+        }
         error = wrong(op, made["gemm"](0), made["loopback"](0))
+        if "tpfuse" in made:
+            expected = bodies(ranks, op, operands)["nccl"](0).float()
+            error = max(error, ((made["tpfuse"](0).float() - expected).norm() / expected.norm()).item())
         torch.cuda.synchronize()
-        assert not space.record[0] and error < 1e-2, f"{op} {m} {n} {k}: {error}, {space.record.tolist()}"
+        (error,) = ranks.maximum([error])
+        assert not alone.record[0] and error < 1e-2, f"{op} {m} {n} {k}: {error}, {alone.record.tolist()}"
         inner = max(2, min(MOST_CALLS, int(GRAPH_FLOP / (2 * m * n * k))))
-        graphs = {name: capture(body, inner)[0] for name, body in made.items()}
+        graphs = {name: capture(each, inner)[0] for name, each in made.items()}
         told = []
         for idle in (False, True):
             times = replayed_us(graphs, args.rounds, device, idle_s=REST_S if idle else 0.0)
             us = {name: statistics.median(each) / inner for name, each in times.items()}
-            ratios.setdefault((op, idle), []).append(us["gemm"] / us["loopback"])
+            for name in spaces:
+                ratios.setdefault((op, name, idle), []).append(us["gemm"] / us[name])
             rows += [(op, m, n, k, *common, idle, name, f"{each:.2f}", commit()) for name, each in us.items()]
-            told.append(f"{'rested' if idle else 'busy'} {us['gemm']:.1f} {us['loopback']:.1f} {ratios[op, idle][-1]:.3f}")
-        print(f"{op} M={m} N={n} K={k}: {', '.join(told)}", flush=True)
-        write_rows(args.out, FIELDS, rows)
-    for (op, idle), each in sorted(ratios.items()):
-        mean, of_what = math.prod(each) ** (1 / len(each)), f"{op}, {'rested' if idle else 'busy'}"
-        print(f"{of_what}: {mean:.3f} of the GEMM's speed, geometric mean of {len(each)} sizes, {min(each):.3f} at worst")
+            told.append(" ".join(["rested" if idle else "busy", *(f"{name} {each:.1f}" for name, each in us.items())]))
+        ranks.say(f"{op} M={m} N={n} K={k}: {', '.join(told)}")
+        if ranks.rank == 0:
+            write_rows(args.out, FIELDS, rows)
+    for (op, name, idle), each in sorted(ratios.items()):
+        mean, state = math.prod(each) ** (1 / len(each)), "rested" if idle else "busy"
+        ranks.say(
+            f"{op} {name} {state}: {mean:.3f} of the GEMM's speed, geometric mean of {len(each)}, {min(each):.3f} at worst"
+        )
+    return 0
 
 
 if __name__ == "__main__":
