@@ -5,7 +5,6 @@ M  rows     D  hidden size     H  intermediate size
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -70,9 +69,8 @@ def _mlp(rank: int, rows: int) -> dict[str, float]:
     return {name: _far(mine_of[name].grad, expected[name]) for name in expected}
 
 
-@pytest.mark.parametrize(("ranks", "rows"), [(2, 6), (3, 7)])
-def test_a_sequence_parallel_mlp(ranks, rows):
-    for found in spawn(_mlp, ranks, rows, timeout_s=120):
+def test_a_sequence_parallel_mlp():
+    for found in spawn(_mlp, 3, 7, timeout_s=120):
         assert max(found.values()) < LIMIT, found
 
 
@@ -91,9 +89,14 @@ def _one_weight(rank: int) -> dict[str, float]:
     }
 
 
-def test_one_weight():
-    for found in spawn(_one_weight, 2, timeout_s=120):
-        assert max(found.values()) < LIMIT, found
+def _two_ranks(rank: int) -> list[dict[str, float]]:
+    return [_one_weight(rank), _row_parallel(rank, 0.0), _row_parallel(rank, 1.0)]
+
+
+def test_one_weight_and_row_parallel():
+    for each in spawn(_two_ranks, 2, timeout_s=120):
+        for found in each:
+            assert max(found.values()) < LIMIT, found
 
 
 def _row_parallel(rank: int, offset: float) -> dict[str, float]:
@@ -115,9 +118,3 @@ def _row_parallel(rank: int, offset: float) -> dict[str, float]:
     ((normed + 0.1 * total + 0.2 * again) * toward).sum().backward()
     expected = [part(whole[0].grad, 1), part(whole[1].grad, 0), part(whole[2].grad, 0), whole[3].grad, whole[4].grad]
     return {name: _far(mine[n].grad, expected[n]) for n, name in enumerate(("x", "w", "v", "bias", "norm"))}
-
-
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_row_parallel(offset):
-    for found in spawn(_row_parallel, 2, offset, timeout_s=120):
-        assert max(found.values()) < LIMIT, found

@@ -1,11 +1,10 @@
-"""Rows sharded between the all-reduces of Hugging Face models, on CPU ranks: same logits, same tokens, any row count.
+"""Rows sharded between the all-reduces of a Hugging Face Llama, on CPU ranks: same logits, same tokens, any row count.
 
-Families and three ranks with graphs run by an interpreter, Llama with the real Inductor.
+Once with graphs run by an interpreter and with its GEMMs joined, once with the real Inductor.
 """
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,14 +19,11 @@ FUSION = "enable_sp"
 FP32 = 1e-5
 #: All-reduces of two layers: they become reduce-scatters, and there are as many all-gathers of sharded rows.
 REDUCES = 4
-#: Rows: one, odd, even, several in a batch.
-SHAPES = [(1, 1), (2, 8), (3, 7)]
-#: Three ranks need three of everything that is sharded.
-THREE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 96, "vocab_size": 129}
+#: Rows: one; an odd number, in a batch.
+SHAPES = [(1, 1), (3, 7)]
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-MM = torch.ops.aten.mm.default
 
 
 def _model(**overrides):
@@ -54,13 +50,13 @@ def _gathers_of_rows(graph: torch.fx.GraphModule) -> int:
     return sum(n.meta.get("tpfuse_sharded", False) for n in gathers)
 
 
-def _llama(rank: int, overrides: dict[str, int], config: dict[str, bool]) -> dict[str, object]:
+def _llama(rank: int) -> dict[str, object]:
     with interpret_graphs() as graphs:
-        model, whole = _model(**overrides), build(family_config("llama", **overrides), "cpu", torch.float32)
+        model, whole = _model(), build(family_config("llama"), "cpu", torch.float32)
         plain = {shape: _logits(model, _ids(*shape)) for shape in SHAPES}
         single = {shape: _logits(whole, _ids(*shape)) for shape in SHAPES}
-        tokens = [_generate(model, _ids(2, length)) for length in (9, 4)]
-        tpfuse.apply(model, config, fullgraph=True)
+        tokens = _generate(model, _ids(2, 9))
+        tpfuse.apply(model, {FUSION: True, "fuse_gemm_comms": True}, fullgraph=True)
         got = {shape: _logits(model, _ids(*shape)) for shape in SHAPES}
         calls = [n.target for n in graphs[0].graph.nodes]
         report = tpfuse.explain(model)
@@ -68,24 +64,24 @@ def _llama(rank: int, overrides: dict[str, int], config: dict[str, bool]) -> dic
             "sharded": max((got[s] - plain[s]).abs().max().item() for s in SHAPES),
             "unsharded": max((got[s] - single[s]).abs().max().item() for s in SHAPES),
             "counts": (calls.count(REDUCE_SCATTER), _gathers_of_rows(graphs[0]), calls.count(ALL_REDUCE)),
-            "joined": (calls.count(MATMUL_REDUCE_SCATTER), calls.count(ALL_GATHER_MATMUL), calls.count(MM)),
+            "joined": (calls.count(MATMUL_REDUCE_SCATTER), calls.count(ALL_GATHER_MATMUL)),
             "fused": report.count(FUSION),
             "left": report.count(FUSION, "skipped"),
             "table": str(report),
             "graphs": report.graphs,
-            "tokens": all(torch.equal(_generate(model, _ids(2, n)), t) for n, t in zip((9, 4), tokens, strict=True)),
+            "tokens": torch.equal(_generate(model, _ids(2, 9)), tokens),
             "fused after generate": tpfuse.explain(model).count(FUSION),
         }
 
 
-@pytest.mark.parametrize(("ranks", "joined"), [(2, True), (3, False)])
-def test_llama(ranks, joined):
-    """joined: each reduce-scatter with the GEMM before it, each gather with those behind it (of 15, five per block)."""
-    config = {FUSION: True, "fuse_gemm_comms": joined}
-    for found in spawn(_llama, ranks, THREE if ranks == 3 else {}, config, timeout_s=280):
+def test_llama():
+    """Each reduce-scatter with the GEMM before it, each gather with those behind it.
+
+    More ranks and sizes, and all families: benchmarks/sequence_parallel.py.
+    """
+    for found in spawn(_llama, 2, timeout_s=280):
         assert found["sharded"] < FP32 and found["unsharded"] < FP32, found
-        assert found["counts"] == ((0, 0, 0) if joined else (REDUCES, REDUCES, 0))
-        assert found["joined"][:2] == ((REDUCES, REDUCES) if joined else (0, 0)), found["joined"]
+        assert found["counts"] == (0, 0, 0) and found["joined"] == (REDUCES, REDUCES), found
         assert found["fused"] == found["fused after generate"] == REDUCES and found["left"] == 0
         assert f"{REDUCES} fused" in found["table"] and "reduce_scatter" in found["table"]
         assert found["tokens"]
@@ -97,7 +93,7 @@ def _inductor(rank: int, folder: str) -> dict[str, object]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     counters = torch._dynamo.utils.counters
     model = _model(num_hidden_layers=1)
-    shapes = [(1, 3), (1, 2), (1, 5), (1, 8), (1, 129)]
+    shapes = [(1, 3), (1, 2), (1, 8), (1, 129)]
     expected = {shape: _logits(model, _ids(*shape)) for shape in shapes}
     counters.clear()
     plain = torch.compile(lambda ids: model(ids, use_cache=False).logits, backend="aot_eager")
