@@ -11,12 +11,10 @@ import operator
 
 from torch.fx import Graph
 
-from tpfuse.graph.context import GEMM_COMMS, Context
+from tpfuse.graph.context import GEMM_COMMS, NOT_ALIKE, Context
 from tpfuse.graph.nodes import (
     ALL_GATHER,
-    COPIES,
     SHARDED,
-    VIEWS,
     WAIT,
     Node,
     aten,
@@ -26,13 +24,12 @@ from tpfuse.graph.nodes import (
     is_call,
     is_contiguous,
     is_node,
+    keeps_last,
     same_shape,
-    same_sizes,
     sole_user,
     value,
 )
 from tpfuse.graph.products import (
-    NOT_ALIKE,
     Judged,
     Product,
     bring_before,
@@ -122,7 +119,7 @@ def _readers(wait: Node) -> Readers:
             made = product(user)
             if made is not None and made.input is node and node not in (made.weight, made.bias):
                 readers.products.append(made)
-            elif is_call(user, *VIEWS, *COPIES) and same_sizes(value(user).shape[-1:], value(node).shape[-1:]):
+            elif keeps_last(user):
                 pending.append(user)
             else:
                 readers.others.append(user)

@@ -13,7 +13,7 @@ from torch.fx import Graph
 
 from tpfuse.graph import chain as chains
 from tpfuse.graph.chain import Chain
-from tpfuse.graph.context import FUSION, Context
+from tpfuse.graph.context import FUSION, NOT_ALIKE, Context
 from tpfuse.graph.nodes import (
     ADD,
     ALL_REDUCE,
@@ -103,7 +103,7 @@ def _obstacle(norm: Node, chain: Chain, context: Context) -> str:
     if _overtakes(norm, chain):
         return "an input is computed after another collective, which the all-reduce would have to wait for"
     if device != "cpu" and not context.ranks_alike:  # there the operation is made of the model's own collectives
-        return "ranks have different graphs or forward hooks"
+        return NOT_ALIKE
     return dispatch.obstacle(str(reduce.args[2]), device)
 
 

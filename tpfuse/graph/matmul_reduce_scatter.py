@@ -14,6 +14,7 @@ from tpfuse.graph.context import Context
 from tpfuse.graph.nodes import REDUCE_SCATTER, Node, emit, value
 from tpfuse.graph.products import (
     Judged,
+    Parts,
     Product,
     interchange,
     join,
@@ -34,7 +35,8 @@ def run(graph: Graph, context: Context) -> None:
 
 
 def _judge(graph: Graph, scatter: Node, sizes: Sizes, context: Context) -> Judged:
-    source, cut = _source(scatter.args[0]), parts(scatter.args[0])
+    cut = parts(scatter.args[0])
+    source = _source(scatter.args[0], cut)
     made, reason = summed_product(scatter, source, context)
     if reason or made is None:
         return made, reason, []
@@ -46,9 +48,8 @@ def _judge(graph: Graph, scatter: Node, sizes: Sizes, context: Context) -> Judge
     return made, *what_runs(NAME, [made], scatter.args[-1], context)
 
 
-def _source(partial: Node) -> Node:
+def _source(partial: Node, cut: Parts | None) -> Node:
     """What is scattered, before padding or, to scatter dimension 1, cutting into parts."""
-    cut = parts(partial)
     if cut is not None:
         return source_of_rows(cut.source) if (cut.cut, cut.joined) == (1, 0) else partial
     return source_of_rows(without_padding(partial))

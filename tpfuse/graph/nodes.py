@@ -125,6 +125,11 @@ def number(argument: Any) -> float | None:
     return float(argument) if isinstance(argument, (int, float)) and not isinstance(argument, bool) else None
 
 
+def keeps_last(node: Node) -> bool:
+    """Whether it is a view or a copy with the last dimension of its source, and thus has its rows in their order."""
+    return is_call(node, *VIEWS, *COPIES) and same_sizes(value(node).shape[-1:], value(node.args[0]).shape[-1:])
+
+
 def peel_copies(node: Node) -> Node:
     """What the value was before copies of it."""
     while is_call(node, *COPIES) and not node.kwargs.get("memory_format") and is_node(node.args[0]):

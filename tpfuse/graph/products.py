@@ -14,11 +14,9 @@ import torch
 from torch.fx import Graph
 
 from tpfuse.comm import groups
-from tpfuse.graph.context import GEMM_COMMS, Context
+from tpfuse.graph.context import GEMM_COMMS, NOT_ALIKE, Context
 from tpfuse.graph.nodes import (
-    COPIES,
     SHARDED,
-    VIEWS,
     WAIT,
     Node,
     aten,
@@ -27,6 +25,7 @@ from tpfuse.graph.nodes import (
     erase_cone,
     is_before,
     is_call,
+    keeps_last,
     same_sizes,
     sole_user,
     statically_known_true,
@@ -39,7 +38,6 @@ from tpfuse.kernels.matmul_candidates import NCCL, MatmulProblem
 
 _MM, _ADDMM, _SCALED_MM = aten.mm.default, aten.addmm.default, aten._scaled_mm.default
 PRODUCTS = (_MM, _ADDMM, _SCALED_MM)
-NOT_ALIKE = "ranks have different graphs or forward hooks"
 MOST_JUDGED_ROWS = 1 << 16  # of a call whose row count varies
 
 
@@ -86,11 +84,8 @@ def _scaled(node: Node) -> Product | None:
 
 def source_of_rows(node: Node) -> Node:
     """What a tensor was before views and copies that keep its last dimension, and thus its rows in their order."""
-    while is_call(node, *VIEWS, *COPIES):
-        source = node.args[0]
-        if not same_sizes(value(node).shape[-1:], value(source).shape[-1:]):
-            break
-        node = source
+    while keeps_last(node):
+        node = node.args[0]
     return node
 
 
@@ -145,17 +140,13 @@ def join(
     sizes = Sizes(graph)
     for node in [node for node in graph.nodes if is_call(node, target)]:
         found, reason, kernels = judge(graph, node, sizes, context)
-        outcome: Any = "skipped" if reason else "fused"
-        decided = {
-            "op": op,
-            "group": str(node.args[-1]),
-            "reason": reason,
-            "kernel": "/".join(kernels) if not reason else "",
-        }
-        context.decide(outcome, node, fusion=GEMM_COMMS, **decided)
-        if not reason:
-            context.rewrites += 1
-            rewrite(graph, node, found, sizes)
+        decided: Any = {"fusion": GEMM_COMMS, "op": op, "group": str(node.args[-1])}
+        if reason:
+            context.decide("skipped", node, **decided, reason=reason)
+            continue
+        context.decide("fused", node, **decided, kernel="/".join(kernels))
+        context.rewrites += 1
+        rewrite(graph, node, found, sizes)
 
 
 def summed_product(reduction: Node, source: Node, context: Context) -> tuple[Product | None, str]:

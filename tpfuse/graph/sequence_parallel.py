@@ -17,7 +17,7 @@ from torch.fx import Graph
 
 from tpfuse.graph import placement
 from tpfuse.graph import rows as rowwise
-from tpfuse.graph.context import SEQUENCE_PARALLEL, Context
+from tpfuse.graph.context import NOT_ALIKE, SEQUENCE_PARALLEL, Context
 from tpfuse.graph.nodes import (
     ALL_REDUCE,
     WAIT,
@@ -105,7 +105,7 @@ def _unfit(reduce: Node, context: Context) -> str:
     if reason:
         return reason
     if not context.ranks_alike:
-        return "ranks have different graphs or forward hooks"
+        return NOT_ALIKE
     if not value(reduce).is_floating_point():
         return f"dtype {dtype(reduce)}"
     if value(reduce).dim() < 2 or not isinstance(value(reduce).shape[-1], int):

@@ -29,7 +29,7 @@ from tpfuse.graph.nodes import (
     erase_unused,
     is_call,
     is_contiguous,
-    same_sizes,
+    keeps_last,
     statically_known_true,
     value,
 )
@@ -147,7 +147,7 @@ class Rewriter:
         while True:
             if value(source).dim() == 2 and (not dense or is_contiguous(source)):
                 found = source
-            if not dense or not is_call(source, *VIEWS, *COPIES) or not _keeps_rows(source):
+            if not dense or not keeps_last(source) or value(source.args[0]).dim() < 2:
                 break
             source = source.args[0]
         if found is not None:
@@ -214,11 +214,6 @@ def _resized(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
     """An empty tensor like this one: of that shape, or a matrix of that many rows."""
     sizes = tuple(shape) if isinstance(shape, Iterable) else (shape, tensor.shape[-1])
     return tensor.new_empty([number_or_value(size) for size in sizes])
-
-
-def _keeps_rows(view: Node) -> bool:
-    source = value(view.args[0])
-    return source.dim() > 1 and same_sizes(value(view).shape[-1:], source.shape[-1:])
 
 
 def _over_last(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

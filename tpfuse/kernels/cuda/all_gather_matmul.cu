@@ -10,7 +10,6 @@
 
 constexpr int PEERS = WORLD - 1;
 constexpr int PIECE_ROWS = 64, PIECE_BYTES = PIECE_ROWS * BK_BYTES;
-constexpr int STORED_BYTES = STORED / 64 * BOX_BYTES;
 
 struct Params {
   TensorMap a;               // [first + count, K], this rank's rows

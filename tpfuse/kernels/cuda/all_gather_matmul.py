@@ -198,7 +198,7 @@ def _beside(cut: Tiling) -> int:
 
 def stored(cut: Tiling) -> int:
     """Columns of a tile of results that leave together: as many as there is room for."""
-    left = MOST_SHARED_BYTES - ALIGNMENT_BYTES - cut.stages * (TILE_ROWS + cut.columns) * STEP_BYTES - _BOUNCE_BYTES
+    left = MOST_SHARED_BYTES - ALIGNMENT_BYTES - cut.wide_bytes - _BOUNCE_BYTES
     return next((n for n in (cut.columns, cut.columns // 2) if not n % BOX and TILE_ROWS * n * 2 <= left), BOX)
 
 

@@ -56,11 +56,16 @@ class Tiling:
         if not (sizes and lead and isinstance(self.pace, (int, float)) and self.pace >= 0):
             raise TypeError(f"no such tiling: {self}")
 
+    @property
+    def wide_bytes(self) -> int:
+        """Of shared memory for the stages of whole tiles."""
+        return self.stages * (TILE_ROWS + self.columns) * STEP_BYTES
+
     def operand_bytes(self, beside: int) -> int:
         """Of shared memory for all stages; of narrow ones there are as many as there is room for beside so many bytes."""
-        wide, narrow = ((TILE_ROWS + columns) * STEP_BYTES for columns in (self.columns, self.narrow))
+        narrow = (TILE_ROWS + self.narrow) * STEP_BYTES
         left = MOST_SHARED_BYTES - ALIGNMENT_BYTES - beside
-        return max(self.stages * wide, left // narrow * narrow if self.slices > 1 else 0)
+        return max(self.wide_bytes, left // narrow * narrow if self.slices > 1 else 0)
 
     def room(self, beside: int) -> int:
         """Bytes of shared memory, so many beside the stages."""
