@@ -121,9 +121,8 @@ class AppliedModel:
         as_it_is = self.previous_call or self.model._call_impl
         if torch.compiler.is_compiling():
             return as_it_is(*args, **kwargs)  # inside somebody else's torch.compile
-        if self._paused or torch.is_grad_enabled():
-            why = self._paused or "gradients are on (only inference is fused)"
-            self.recorder.note(f"{why}: the model ran as it was before tpfuse.apply")
+        if self._paused:
+            self.recorder.note(f"{self._paused}: the model ran as it was before tpfuse.apply")
             return as_it_is(*args, **kwargs)
         index = 0
         if self._boundaries:

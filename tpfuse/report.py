@@ -111,7 +111,7 @@ def _table(report: Report) -> list[str]:
     """Lines of the printed report: sites that differ only in a layer's number share a row."""
     rows: dict[tuple[str, ...], set[str]] = {}
     for s in report.sites:
-        where, reason = (re.sub(r"\.\d+(?=[.#]|$)", ".*", text) for text in (s.where, s.reason))
+        where, reason = (re.sub(r"\.\d+(?=[.# ]|$)", ".*", text) for text in (s.where, s.reason))
         told = "; by ".join(text for text in (reason, s.kernel) if text)
         rows.setdefault((where, s.op, s.outcome, told, s.group, s.variant), set()).add(s.where)
     head = ("where", "op", "outcome", "kernel or reason", "group", "rows", "sites")

@@ -293,24 +293,6 @@ def test_off_by_the_user():
     _skipped_for(function, *inputs, config={"optimization_level": 0}, reason="off: optimization_level=0")
 
 
-def test_training_graph_is_left_alone():
-    """With gradients the joint graph goes through as it is, with a reason."""
-
-    def function(x, r, w):
-        y = all_reduce(x) + r
-        return norms.llama(y, w, 1e-5).sum()
-
-    backend = Backend()
-    w = values(D, seed=2, dtype=torch.float32).requires_grad_()
-    with torch.enable_grad():
-        x, r = values(T, D, dtype=torch.float32), values(T, D, dtype=torch.float32, seed=1)
-        torch.compile(function, backend=backend)(x, r, w).backward()
-    report = backend.recorder.report()
-    assert report.count("fuse_allreduce_rms") == 0
-    assert {s.reason for s in report.sites if s.op == "all_reduce"} == {"training graph: only inference is fused"}
-    assert w.grad is not None and w.grad.abs().sum() > 0
-
-
 def test_an_all_reduce_does_not_overtake_another():
     """Ranks pair collectives up by order: a rank where the first one is not fused must still run it first."""
 

@@ -10,6 +10,7 @@ import math
 import operator
 
 from torch.fx import Graph
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tpfuse.graph import chain as chains
 from tpfuse.graph.chain import Chain
@@ -20,6 +21,8 @@ from tpfuse.graph.nodes import (
     CONVERT,
     COPIES,
     MUL,
+    RECOMPUTE,
+    TAG,
     VIEWS,
     WAIT,
     Node,
@@ -33,6 +36,7 @@ from tpfuse.graph.nodes import (
     is_collective,
     is_contiguous,
     is_node,
+    is_sum_of_rows,
     is_tensor,
     latest,
     reapply,
@@ -65,7 +69,7 @@ def run(graph: Graph, context: Context) -> None:
         context.decide("fused", chain.all_reduce, fusion=FUSION, group=group, kernel="/".join(kernels))
         context.rewrites += 1
         _rewrite(graph, norm, chain, context.wish)
-    for node in [node for node in graph.nodes if is_call(node, ALL_REDUCE)]:
+    for node in [node for node in graph.nodes if is_call(node, ALL_REDUCE) and not is_sum_of_rows(node)]:
         reason, norm = (reduces[node], None) if node in reduces else _why_not(node, context)
         if norm is not None:
             norms[norm] = reason
@@ -178,11 +182,25 @@ def _first_use(norm: Node, chain: Chain) -> Node:
     return min(users, key=lambda n: n._sort_key, default=norm)
 
 
+def _originals(norm: Node) -> set[Node]:
+    """The nodes that the norm was raised from, from behind its input on."""
+    found, pending = set(), [norm.meta[ORIGINAL]]
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and node not in found and node is not norm.args[0]:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
 def _rewrite(graph: Graph, norm: Node, chain: Chain, wish: Wish) -> None:
     _, weight, eps, offset, normed_dtype, out_dtype = norm.args
     number, tensor = (chain.scale, None) if isinstance(chain.scale, float) else (None, chain.scale)
     total, reduce = chain.total, chain.all_reduce
-    erase_cone(graph, norm.meta[ORIGINAL])
+    originals = _originals(norm)
+    for node in originals - erase_cone(graph, norm.meta[ORIGINAL]):
+        if TAG in node.meta:  # the backward reads it: it has the sum, and need not be given what follows from that
+            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
     with graph.inserting_before(_place(norm, chain)):
         source = reapply(graph, chain.views, reduce.args[0], like=reduce)
         modifiers = (chain.residual, chain.bias, number, tensor, offset, normed_dtype, out_dtype)

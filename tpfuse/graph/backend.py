@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tpfuse.comm import agreement, groups
 from tpfuse.config import DISABLE_VARIABLE, FusionConfig, Resolved, is_disabled
 from tpfuse.errors import ConfigError
-from tpfuse.graph import pipeline
+from tpfuse.graph import joint, pipeline
 from tpfuse.graph.context import FUSION, GEMM_COMMS, Context
 from tpfuse.graph.places import Places
 from tpfuse.kernels import dispatch
@@ -26,6 +27,9 @@ from tpfuse.kernels.candidates import Wish
 from tpfuse.report import Recorder
 from tpfuse.tokens import MOST_ROWS
 from tpfuse.version import __version__
+
+#: Inductor's option for a pass over joint graphs.
+_JOINT = "joint_custom_post_pass"
 
 
 class TpfuseBackend:
@@ -70,17 +74,24 @@ class TpfuseBackend:
 
         config: Any = torch.compiler.config  # it installs its methods at run time
         tag = f"{config.cache_key_tag}|tpfuse {__version__}"
+        patches = {**self.inductor.config, _JOINT: _JointPass(self, self.inductor.config.get(_JOINT))}
         with (
             functorch_config.patch(enable_autograd_cache=False, bundled_autograd_cache=False),
             config.patch(cache_key_tag=tag),
         ):
-            return compile_fx(
-                module, example_inputs, inner_compile=self._inner_compile, config_patches=self.inductor.config
-            )
+            return compile_fx(module, example_inputs, inner_compile=self._inner_compile, config_patches=patches)
 
     def _inner_compile(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx_inner
 
+        if kwargs.get("is_inference"):
+            self.rewrite(module)
+        else:  # half of what ``rewrite`` has seen as a whole
+            pipeline.finish(module, kwargs.get("is_backward", False))
+        return (type(self).codegen or compile_fx_inner)(module, example_inputs, **kwargs)
+
+    def rewrite(self, module: torch.fx.GraphModule) -> None:
+        """Run the passes over one graph: of inference, or of forward and backward together. Collective."""
         agree = self.agree or (lambda name, digest: True)
         names, digest = pipeline.group_names(module.graph, self.fusions), pipeline.digest(module.graph)
         answers = [agree(name, digest) for name in names]  # all are asked, whatever the first says
@@ -90,11 +101,11 @@ class TpfuseBackend:
         megabytes = self.config.fi_allreduce_fusion_max_size_mb
         wish = Wish(self.config.allreduce_rms_kernel, None if megabytes is None else int(megabytes * 2**20))
         fewest = self.config.sp_min_token_num
-        context = Context(self.fusions, self.recorder, self.variant, self.places, all(answers), wish, self.rows, fewest)
-        pipeline.run(module, context, training=not kwargs.get("is_inference", False))
+        variant = f"{self.variant}, training" if joint.is_joint(module.graph) else self.variant
+        context = Context(self.fusions, self.recorder, variant, self.places, all(answers), wish, self.rows, fewest)
+        pipeline.run(module, context)
         self.recorder.graphs += 1
         self.recorder.pass_seconds += time.perf_counter() - start
-        return (type(self).codegen or compile_fx_inner)(module, example_inputs, **kwargs)
 
     def _make_arenas(self, group_names: Sequence[str]) -> None:
         """Symmetric memory for the groups of a graph: now, since no kernel can make it later, inside a CUDA graph.
@@ -124,6 +135,27 @@ class TpfuseBackend:
     def reset(self) -> None:
         """Called by ``torch._dynamo.reset()``: drop CUDA graphs."""
         self.inductor.reset()
+
+
+class _JointPass(CustomGraphPass):
+    """Our passes over the joint graph of a training step, after the user's own pass.
+
+    What they do is in the graphs that Inductor compiles, and thus in its cache's key: the identifier says no more.
+    """
+
+    def __init__(self, backend: TpfuseBackend, users: Any) -> None:
+        self._backend, self._users = backend, users
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        if self._users is not None:
+            self._users(graph)
+        if joint.is_joint(graph):
+            self._backend.rewrite(graph.owning_module)
+
+    def uuid(self) -> Any:
+        users = self._users
+        known = users is None or isinstance(users, CustomGraphPass)
+        return ("tpfuse", None if users is None else users.uuid()) if known else None
 
 
 def tpfuse_backend(

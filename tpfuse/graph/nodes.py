@@ -48,7 +48,12 @@ COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
 #: What a new node takes over from the one it stands for.
 WHERE, ORDER = "tpfuse_where", "tpfuse_order"  # places in the model, position in the graph (Context.locate)
 SHARDED = "tpfuse_sharded"  # marks a node that computes this rank's rows only
-INHERITED = ("nn_module_stack", "stack_trace", WHERE, ORDER)
+TAG, BACKWARD = "partitioner_tag", "is_backward"  # torch: which half of a joint graph a node is of
+RECOMPUTE = "recompute"  # torch: what activation checkpointing says about it
+INHERITED = (
+    *("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr"),
+    *(TAG, "autograd_backward", RECOMPUTE, "ac_graph_id", WHERE, ORDER),
+)
 
 
 def is_node(argument: Any) -> bool:
@@ -57,6 +62,11 @@ def is_node(argument: Any) -> bool:
 
 def is_call(node: Any, *targets: Callable) -> bool:
     return is_node(node) and node.op == "call_function" and node.target in targets
+
+
+def is_sum_of_rows(node: Node) -> bool:
+    """Whether it is an all-reduce that ``enable_sp`` has made, of what the ranks' own rows add up to: a vector."""
+    return is_call(node, ALL_REDUCE) and node.meta.get(SHARDED, False)
 
 
 def is_collective(node: Node) -> bool:
@@ -113,6 +123,17 @@ def sole_user(node: Node) -> Node:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
+def is_backward(node: Node) -> bool:
+    """Whether it computes gradients, in a graph that has both the forward and the backward."""
+    return node.meta.get(TAG) == BACKWARD
+
+
+def sole_forward_user(node: Node) -> Node:
+    """The only user outside the backward, or None."""
+    users = [user for user in node.users if not is_backward(user)]
+    return users[0] if len(users) == 1 else None
+
+
 def plain_binary(node: Any, target: Callable) -> tuple[Any, Any] | None:
     """The operands of add or mul without alpha or other extras."""
     if is_call(node, target) and len(node.args) == 2 and not node.kwargs:
@@ -157,10 +178,12 @@ def unused_cone(node: Node) -> set[Node]:
     return cone
 
 
-def erase_cone(graph: Graph, node: Node) -> None:
-    """Erase the node and all that only it needs."""
-    for gone in sorted(unused_cone(node), key=lambda n: n._sort_key, reverse=True):
+def erase_cone(graph: Graph, node: Node) -> set[Node]:
+    """Erase the node and all that only it needs, and return that."""
+    cone = unused_cone(node)
+    for gone in sorted(cone, key=lambda n: n._sort_key, reverse=True):
         graph.erase_node(gone)
+    return cone
 
 
 def erase_unused(graph: Graph, node: Node) -> None:

@@ -11,6 +11,7 @@ import operator
 
 from torch.fx import Graph
 
+from tpfuse.graph import joint
 from tpfuse.graph.context import Context
 from tpfuse.graph.nodes import WAIT, Node, emit, is_call
 from tpfuse.ops.all_gather_matmul import OP as ALL_GATHER_MATMUL
@@ -24,6 +25,11 @@ ONE, SEVERAL = (PLAIN_OP, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE), (FUSED_OP, 
 
 
 def run(graph: Graph, context: Context) -> None:
+    if not joint.is_joint(graph):  # its forward must not wait for a value of the backward, nor this keep one of it
+        pin(graph)
+
+
+def pin(graph: Graph) -> None:
     before: Node | None = None
     for node in list(graph.nodes):
         if is_call(node, *ONE, *SEVERAL) and before is not None:

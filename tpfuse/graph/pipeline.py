@@ -7,7 +7,7 @@ fuse    takes canonical nodes, one pass per fusion
 gemms   after sharding, which makes collectives for them; an all-reduce is left to a norm behind it
 plain   after fusing: an all-reduce that no fusion took is still one
 lower   what nobody took becomes what it was
-order   last: pins the order of the collectives that there are now
+order   last: pins the order of the collectives that there are now; in each half of a joint graph, once it is split
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tpfuse.graph import (
     all_gather_matmul,
     all_reduce,
     all_reduce_rms_norm,
+    joint,
     lower,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -90,20 +91,33 @@ def on_cuda(graph: Graph) -> bool:
     return any(value(node.args[0]).device.type == "cuda" for node in found)
 
 
-def run(module: GraphModule, context: Context, training: bool) -> None:
-    """Rewrite one graph in place and leave a decision for every all-reduce in it."""
+def run(module: GraphModule, context: Context) -> None:
+    """Rewrite one graph in place and leave a decision for every all-reduce in it.
+
+    A joint graph is not finished: torch splits it first.
+    """
     graph = module.graph
+    joint.tell_backward(graph)
     context.locate(graph)
     for node in graph.nodes:
-        if training and is_call(node, ALL_REDUCE):
-            reason = "training graph: only inference is fused"
-            context.decide("skipped", node, fusion=FUSION, reason=reason, group=str(node.args[2]))
-        elif is_call(node, *OTHER_ALL_REDUCES):
+        if is_call(node, *OTHER_ALL_REDUCES):
             reason = OTHER_ALL_REDUCES[node.target]
             context.decide("skipped", node, fusion=FUSION, reason=reason, group=str(node.args[-1]))
-    for step in PIPELINE if not training else ():
+    for step in PIPELINE:
         step(graph, context)
+    if joint.is_joint(graph):
+        joint.keep_collectives(graph)
     if context.rewrites:
         graph.lint()
         module.recompile()
     context.publish()
+
+
+def finish(module: GraphModule, backward: bool) -> None:
+    """What is left to do with the forward or the backward that torch has made of a joint graph."""
+    graph = module.graph
+    if backward:
+        joint.drop_copies(graph)
+    order.pin(graph)
+    graph.lint()
+    module.recompile()

@@ -27,7 +27,7 @@ from tpfuse.graph.nodes import Node
 class Value:
     """A value of a region.
 
-    row_bytes  bytes of one row of it; None: it cannot be gathered (several tensors at once)
+    row_bytes  bytes of one row of it; None: it cannot be gathered (several tensors at once, or one number for all columns)
     reduced    an all-reduce gives it: else it is computed from other values
     over_last  it is a reduction over the last dimension, as there is one in every norm
     readers    values that are computed from it row by row

@@ -12,7 +12,7 @@ import re
 
 import torch
 
-from tpfuse.graph.nodes import Node
+from tpfuse.graph.nodes import Node, is_backward
 
 #: Name under which the applied model is known to its own compiled entry (tpfuse/applied.py).
 ENTRY_VARIABLE = "model"
@@ -33,7 +33,11 @@ class Places:
 
     def of(self, node: Node) -> tuple[str, ...]:
         """Every place that the node stands in, at least one."""
-        stack = list(node.meta.get("nn_module_stack", {}).values())
+        places = self._of(node)
+        return tuple(f"{place} (backward)" for place in places) if is_backward(node) else places
+
+    def _of(self, node: Node) -> tuple[str, ...]:
+        stack = list((node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values())
         if not stack:
             return (_line(node) or node.name,)
         source, cls = stack[-1]

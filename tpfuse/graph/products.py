@@ -25,6 +25,7 @@ from tpfuse.graph.nodes import (
     erase_cone,
     is_before,
     is_call,
+    is_sum_of_rows,
     keeps_last,
     same_sizes,
     sole_user,
@@ -138,7 +139,7 @@ def join(
     if not context.fusions[GEMM_COMMS].on:
         return
     sizes = Sizes(graph)
-    for node in [node for node in graph.nodes if is_call(node, target)]:
+    for node in [node for node in graph.nodes if is_call(node, target) and not is_sum_of_rows(node)]:
         found, reason, kernels = judge(graph, node, sizes, context)
         decided: Any = {"fusion": GEMM_COMMS, "op": op, "group": str(node.args[-1])}
         if reason:

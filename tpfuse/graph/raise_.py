@@ -36,7 +36,7 @@ from tpfuse.graph.nodes import (
     number,
     plain_binary,
     same_shape,
-    sole_user,
+    sole_forward_user,
     value,
 )
 from tpfuse.ops import rms_norm
@@ -95,7 +95,7 @@ def _inverse_root(node: Node) -> tuple[Node, bool] | None:
     if is_call(node, aten.rsqrt.default) or (is_call(node, aten.pow.Tensor_Scalar) and node.args[1] == -0.5):
         return node.args[0], False
     if is_call(node, aten.sqrt.default) or (is_call(node, aten.pow.Tensor_Scalar) and node.args[1] == 0.5):
-        user = sole_user(node)
+        user = sole_forward_user(node)
         if user is not None and is_call(user, aten.div.Tensor) and user.args[1] is node:
             return node.args[0], True
     if is_call(node, aten.reciprocal.default) and is_call(node.args[0], aten.sqrt.default):
@@ -118,9 +118,9 @@ def _match(node: Node, under: Node, divides: bool) -> _Norm | LookAlike | None:
     different = _difference(mean, h, eps)
     if different:
         return LookAlike(x, "rms_norm", different)
-    scaled = sole_user(node)
+    scaled = sole_forward_user(node)
     while 1 in (plain_binary(scaled, MUL) or ()):  # 1 / root, which becomes reciprocal * 1
-        node, scaled = scaled, sole_user(scaled)
+        node, scaled = scaled, sole_forward_user(scaled)
     if scaled is None:
         return LookAlike(x, "rms_norm", "the inverse root has several users")
     operands = scaled.args[:1] if divides else (plain_binary(scaled, MUL) or ())
@@ -150,10 +150,10 @@ def _difference(mean: Node, h: Node, eps: float | None) -> str:
 def _follow(norm: _Norm) -> _Norm:
     """Extend a match over the casts and the weight that come after ``h * inverse_root``."""
     size = value(norm.x).shape[-1]
-    out, user = norm.out, sole_user(norm.out)
+    out, user = norm.out, sole_forward_user(norm.out)
     if _narrows(user, out):
         assert user is not None
-        weighted = sole_user(user)
+        weighted = sole_forward_user(user)
         weight = _weight_operand(weighted, user, size)
         if weight is None:
             return dataclasses.replace(norm, out=user)
@@ -169,7 +169,7 @@ def _follow(norm: _Norm) -> _Norm:
         assert user is not None
         plain, offset = _split_offset(weight)
         norm = dataclasses.replace(norm, out=user, weight=plain, weight_offset=offset)
-    last = sole_user(norm.out)
+    last = sole_forward_user(norm.out)
     return dataclasses.replace(norm, out=last) if last is not None and _narrows(last, norm.out) else norm
 
 

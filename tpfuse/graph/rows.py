@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
+from tpfuse.graph import joint
 from tpfuse.graph.nodes import (
     ADD,
     ALL_GATHER,
@@ -25,6 +26,7 @@ from tpfuse.graph.nodes import (
     WAIT,
     Node,
     aten,
+    is_backward,
     is_call,
     is_contiguous,
     is_node,
@@ -96,12 +98,15 @@ class Rows:
     """Everything that can be computed on some of the ``count`` rows that all-reduces of one group reduce.
 
     members  node -> the node whose rows it has: itself, or what it is a wait, a view or a copy of
-    blocked  what reads a member and is none -> why it needs all rows
+    sums     sums of a member over all its rows, which are sums of what ranks make of theirs: gradients of what all rows
+             share, as a norm's weight
+    blocked  what else reads a member -> why it needs all rows
     """
 
     count: Any
     group: str
     members: dict[Node, Node] = dataclasses.field(default_factory=dict)
+    sums: set[Node] = dataclasses.field(default_factory=set)
     blocked: dict[Node, str] = dataclasses.field(default_factory=dict)
 
 
@@ -120,6 +125,8 @@ def find(graph: Graph, reduces: list[Node], group: str) -> Rows:
     for node in graph.nodes:
         if node in reduces:
             rows.members[node] = node
+        elif _sums_rows(node) and node.args[0] in rows.members:
+            rows.sums.add(node)
         elif any(source in rows.members for source in node.all_input_nodes):
             reason = _obstacle(node, rows, alike)
             if reason:
@@ -153,6 +160,9 @@ def _obstacle(node: Node, rows: Rows, alike: set[Node]) -> str:
     if is_call(node, *VIEWS, *COPIES):
         fits = _fits(node) and source in rows.members and same_sizes(value(node).shape[-1:], value(source).shape[-1:])
         return "" if fits else f"{name}, which mixes rows"
+    if is_call(node, aten.expand.default):
+        kept = isinstance(value(node).shape[-1], int) and same_sizes(value(node).shape[:-1], value(source).shape[:-1])
+        return "" if kept else f"{name}, whose rows are not those of its input"
     if is_call(node, *REDUCTIONS):
         return "" if _over_last(node) else f"{name}, which is not over the last dimension alone"
     if not is_call(node, *_ELEMENTWISE):
@@ -190,12 +200,24 @@ def _fits(node: Node) -> bool:
 def _over_last(node: Node) -> bool:
     """Whether a reduction is over the last dimension alone, and keeps it."""
     last = value(node.args[0]).dim() - 1
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    dims = given.get("dim")
     results = value(node) if isinstance(value(node), (tuple, list)) else (value(node),)
     kept = all(result.dim() == last + 1 for result in results)
-    return bool(last and given.get("keepdim") and kept and dims and [dim % (last + 1) for dim in dims] == [last])
+    return bool(last and kept and _argument(node, "keepdim") and _dims(node) == [last])
+
+
+def _sums_rows(node: Node) -> bool:
+    """Whether it sums over all dimensions but the last."""
+    return is_call(node, aten.sum.dim_IntList) and _dims(node) == list(range(value(node.args[0]).dim() - 1)) != []
+
+
+def _dims(node: Node) -> list[int]:
+    """Dimensions that a reduction is over."""
+    return sorted(dim % value(node.args[0]).dim() for dim in _argument(node, "dim") or ())
+
+
+def _argument(node: Node, name: str) -> Any:
+    names = [argument.name for argument in node.target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
 
 
 def _alike(graph: Graph, group: str) -> set[Node]:
@@ -203,14 +225,18 @@ def _alike(graph: Graph, group: str) -> set[Node]:
 
     Inputs of the graph are taken to be: that is what a residual, a bias and a norm's weight are in any tensor-parallel
     model, and what ``all_reduce_rms_norm`` requires of them. Weights of GEMMs are sharded, and so is what comes out of one.
+    The gradient of an output is alike where the output is.
     """
     alike: set[Node] = set()
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr") or _is_result_of_all(node, group):
-            alike.add(node)
-            continue
-        sources_alike = all(source in alike or _is_size(source) for source in node.all_input_nodes)
-        if node.op == "call_function" and sources_alike and _is_deterministic(node.target):
+    outputs = joint.outputs_of_tangents(graph)
+    for node in sorted(graph.nodes, key=is_backward):  # all of the forward first
+        if node in outputs:
+            known = outputs[node] in alike
+        elif node.op == "call_function" and not _is_result_of_all(node, group):
+            known = _is_deterministic(node.target) and all(s in alike or _is_size(s) for s in node.all_input_nodes)
+        else:
+            known = node.op != "output"
+        if known:
             alike.add(node)
     return alike
 

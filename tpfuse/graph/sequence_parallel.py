@@ -22,6 +22,7 @@ from tpfuse.graph.nodes import (
     ALL_REDUCE,
     WAIT,
     Node,
+    aten,
     dtype,
     is_call,
     is_contiguous,
@@ -77,6 +78,8 @@ def _values(rows: Rows) -> dict[Node, placement.Value]:
     whole: dict[Node, bool] = dict.fromkeys(readers, False)
     for node, root in rows.members.items():
         for user in node.users:
+            if user in rows.sums:
+                continue  # ranks add what their own rows come to, which is next to nothing
             reader = rows.members.get(user)
             if reader is None or is_call(user, ALL_REDUCE):
                 whole[root] = True
@@ -96,7 +99,9 @@ def _values(rows: Rows) -> dict[Node, placement.Value]:
 
 def _row_bytes(node: Node) -> int | None:
     tensor = value(node)
-    return tensor.shape[-1] * tensor.element_size() if isinstance(tensor, torch.Tensor) else None
+    if not isinstance(tensor, torch.Tensor) or is_call(node, aten.expand.default):
+        return None
+    return tensor.shape[-1] * tensor.element_size()
 
 
 def _unfit(reduce: Node, context: Context) -> str:

@@ -21,6 +21,7 @@ from tpfuse.graph.nodes import (
     COPIES,
     REDUCE_SCATTER,
     SHARDED,
+    TAG,
     VIEWS,
     WAIT,
     Node,
@@ -30,6 +31,7 @@ from tpfuse.graph.nodes import (
     is_call,
     is_contiguous,
     keeps_last,
+    prims,
     statically_known_true,
     value,
 )
@@ -58,15 +60,21 @@ class Rewriter:
         self._sliced: dict[Node, Node] = {}  # what stays whole -> this rank's rows of it
         self._gathered: dict[Node, Node] = {}  # value -> all rows of it, as a matrix
         self._shaped: dict[Node, Node] = {}  # the same in its own shape
+        self._mask: Node | None = None
         self._like: Node | None = None
 
     def run(self) -> None:
         graph = self._graph
         members = [node for node, root in self._rows.members.items() if root in self._kept]
-        standing = self._standing(members)
+        standing, sums = self._standing(members), self._sums(members)
         for node in list(graph.nodes):
             root = self._rows.members.get(node)
             self._like = node
+            if node in sums:
+                with graph.inserting_before(node):
+                    node.replace_all_uses_with(self._sum(node))
+                graph.erase_node(node)
+                continue
             if root not in self._kept or node in standing or is_call(node, ALL_REDUCE):
                 for source in node.all_input_nodes:
                     if self._rows.members.get(source) in self._kept and source not in standing:
@@ -97,6 +105,12 @@ class Rewriter:
     def _needs_whole(self, user: Node) -> bool:
         return self._rows.members.get(user) not in self._kept or is_call(user, ALL_REDUCE)
 
+    def _sums(self, members: list[Node]) -> set[Node]:
+        """Sums over rows that ranks add up from their own rows: not those of what is gathered for others in any case."""
+        users = [(self._rows.members[node], user) for node in members for user in node.users]
+        gathered = {root for root, user in users if self._needs_whole(user) and user not in self._rows.sums}
+        return {user for root, user in users if user in self._rows.sums and root not in gathered}
+
     def _is_matrix(self, node: Node) -> bool:
         """Whether a view has exactly the rows of its value, with no copy in between."""
         if value(node).dim() != 2:
@@ -117,9 +131,35 @@ class Rewriter:
         """A row-wise operation on this rank's rows."""
         args = torch.fx.map_arg(node.args, lambda operand: self._operand(operand, node))
         kwargs: dict[str, Any] = torch.fx.map_arg(node.kwargs, lambda operand: self._operand(operand, node))
+        if is_call(node, aten.expand.default):
+            args = (args[0], [self._share, value(node).shape[-1]])
         if node.target in rowwise.REDUCTIONS:
             args, kwargs = _over_last(args, kwargs)
         return self._emit(node.target, args, self._share, node, kwargs)
+
+    def _sum(self, node: Node) -> Node:
+        """A sum over all rows, of the sums over those of each rank."""
+        local = self._local[self._rows.members[node.args[0]]]
+        if not self._even:
+            zero = self._emit(
+                aten.full.default, ([], 0), (), local, {"dtype": value(local).dtype, "device": value(local).device}
+            )
+            local = self._emit(aten.where.self, (self._present(local), local, zero), self._share, local)
+        size, kwargs = (value(local).shape[-1],), {"dtype": node.kwargs["dtype"]} if "dtype" in node.kwargs else {}
+        found = self._emit(aten.sum.dim_IntList, (local, [0]), size, node, kwargs)
+        for target, args in ((ALL_REDUCE, ("sum", self._rows.group)), (WAIT, ())):
+            found = self._emit(target, (found, *args), size, found)
+        return self._emit(aten.reshape.default, (found, list(value(node).shape)), value(node).shape, found)
+
+    def _present(self, local: Node) -> Node:
+        """Which of this rank's rows there are: what was filled up counts for nothing."""
+        if self._mask is None:
+            first, device = self._sizes.multiply(self._share, self._rank), value(local).device
+            numbers = {"start": first, "step": 1, "dtype": torch.int64, "device": device, "requires_grad": False}
+            index = self._emit(prims.iota.default, (self._share,), (self._share,), local, numbers, dtype=torch.int64)
+            there = self._emit(aten.lt.Scalar, (index, self._count), (self._share,), index, dtype=torch.bool)
+            self._mask = self._emit(aten.unsqueeze.default, (there, 1), (self._share, 1), there)
+        return self._mask
 
     def _operand(self, operand: Node, node: Node) -> Node:
         root = self._rows.members.get(operand)
@@ -196,24 +236,31 @@ class Rewriter:
         model: Node,
         kwargs: dict[str, Any] | None = None,
         like: Node | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Node:
-        """A node whose value has this shape (or this many rows), and dtype (and last dimension) of what ``model`` has."""
+        """A node whose value has this shape (or this many rows), and dtype (and last dimension) of what ``model`` has.
+
+        like   where it comes from, if not from the node that is visited
+        dtype  another one
+        """
         node = emit(
             self._graph,
             target,
             args,
             kwargs,
             like=like or self._like or model,
-            fake=torch.utils._pytree.tree_map(lambda tensor: _resized(tensor, shape), value(model)),
+            fake=torch.utils._pytree.tree_map(lambda tensor: _resized(tensor, shape, dtype), value(model)),
         )
         node.meta[SHARDED] = True
+        if self._like is not None and TAG in self._like.meta:
+            node.meta[TAG] = self._like.meta[TAG]  # a value of the forward may be gathered for the backward alone
         return node
 
 
-def _resized(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
+def _resized(tensor: torch.Tensor, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An empty tensor like this one: of that shape, or a matrix of that many rows."""
     sizes = tuple(shape) if isinstance(shape, Iterable) else (shape, tensor.shape[-1])
-    return tensor.new_empty([number_or_value(size) for size in sizes])
+    return tensor.new_empty([number_or_value(size) for size in sizes], dtype=dtype)
 
 
 def _over_last(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

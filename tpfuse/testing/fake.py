@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch.aot_autograd import make_boxed_func
 
 from tpfuse.graph.backend import TpfuseBackend
 
@@ -36,7 +37,7 @@ def interpret_graphs() -> Iterator[list[torch.fx.GraphModule]]:
 
     def interpret(module: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         graphs.append(module)
-        return lambda *args: module(*args[0]) if len(args) == 1 and isinstance(args[0], list) else module(*args)
+        return make_boxed_func(module.forward)
 
     before, TpfuseBackend.codegen = TpfuseBackend.codegen, staticmethod(interpret)
     try:
