@@ -211,19 +211,20 @@ class Rewriter:
     def _whole(self, node: Node) -> Node:
         """All rows of a member that is sharded."""
         root = self._rows.members[node]
+        like = root if root.meta.get("nn_module_stack") else None  # else it is told by what reads it
         if root not in self._gathered:
             local = self._local[root]
-            gather = self._emit(ALL_GATHER, (local, self._ranks, self._rows.group), self._padded, local, like=root)
-            found = self._emit(WAIT, (gather,), self._padded, local, like=root)
+            gather = self._emit(ALL_GATHER, (local, self._ranks, self._rows.group), self._padded, local, like=like)
+            found = self._emit(WAIT, (gather,), self._padded, local, like=like)
             if not self._even:
-                found = self._emit(aten.slice.Tensor, (found, 0, 0, self._count), self._count, local, like=root)
+                found = self._emit(aten.slice.Tensor, (found, 0, 0, self._count), self._count, local, like=like)
             self._gathered[root] = found
         if value(node).dim() == 2:
             return self._gathered[root]
         if root not in self._shaped:
             shape = [self._sizes.of(size) for size in value(root).shape]
             source = self._gathered[root]
-            self._shaped[root] = self._emit(aten.reshape.default, (source, shape), value(root).shape, source, like=root)
+            self._shaped[root] = self._emit(aten.reshape.default, (source, shape), value(root).shape, source, like=like)
         return self._shaped[root]
 
     # -- nodes -----------------------------------------------------------------------------------------------------------

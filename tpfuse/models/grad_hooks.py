@@ -1,9 +1,10 @@
-"""Step around gradient hooks while gradients are off.
+"""Do in a graph what gradient hooks of Hugging Face's tensor parallelism do outside it.
 
-Hugging Face puts a full-backward hook on norms that are replicated inside a sharded region (the q and k norms of Qwen3,
-Qwen3-MoE and Gemma3). Under ``torch.no_grad()`` such a hook never fires, but ``torch.compile`` breaks the graph at it. So
-calls of those modules go straight to ``forward`` when gradients are off, and through the hook when they are on. The hooks
-themselves stay where they are.
+It puts a full-backward hook on norms that are replicated inside a sharded region (the q and k norms of Qwen3, Qwen3-MoE
+and Gemma3), which adds up the ranks' gradients of the norm's weight. ``torch.compile`` breaks the graph at such a hook, even
+under ``torch.no_grad()``, where it never fires. So calls of those modules go straight to ``forward`` when gradients are
+off, and when a graph is made with gradients on, the graph adds them up. The hooks themselves stay where they are, and what
+is not known to be one of these breaks the graph as ever.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+
+_OF_HUGGING_FACE = "ReplicatedWithGradAllReduce.install_forward.<locals>._all_reduce_grads"
 
 
 def bypass(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -35,9 +39,48 @@ def _only_has_gradient_hooks(module: torch.nn.Module) -> bool:
 
 
 def _without_gradient_hooks(module: torch.nn.Module) -> Callable:
+    summed_over = _group_of_hook(module)
+
     def call(*args, **kwargs):
-        if torch.is_grad_enabled() or not _only_has_gradient_hooks(module):
+        if not _only_has_gradient_hooks(module):
             return module._call_impl(*args, **kwargs)
-        return module.forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return module.forward(*args, **kwargs)
+        alone = len(module._backward_hooks) + len(module._backward_pre_hooks) == 1
+        if summed_over is None or not alone or not torch.compiler.is_compiling():
+            return module._call_impl(*args, **kwargs)
+        given = dict(module._parameters)
+        for name, parameter in given.items():
+            module._parameters[name] = _SummedGradient.apply(parameter, summed_over)
+        try:
+            return module.forward(*args, **kwargs)
+        finally:
+            for name, parameter in given.items():
+                module._parameters[name] = parameter
 
     return call
+
+
+def _group_of_hook(module: torch.nn.Module) -> str | None:
+    """Name of the group over which the module's only hook adds up gradients of its parameters; None: it is another hook."""
+    hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    plain = all(type(p) is torch.nn.Parameter for p in module.parameters(recurse=False))
+    if len(hooks) != 1 or getattr(hooks[0], "__qualname__", "") != _OF_HUGGING_FACE or not plain:
+        return None
+    held = dict(zip(hooks[0].__code__.co_freevars, hooks[0].__closure__, strict=True))
+    group: dist.ProcessGroup = held["mesh"].cell_contents.get_group()
+    return group.group_name
+
+
+class _SummedGradient(torch.autograd.Function):
+    """A parameter whose gradient is the sum of all ranks'."""
+
+    @staticmethod
+    def forward(ctx, parameter, group):
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        summed = torch.ops._c10d_functional.all_reduce(gradient.contiguous(), "sum", ctx.group)
+        return torch.ops._c10d_functional.wait_tensor(summed), None
