@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from tests.unit import norms
-from tests.unit.graphs import FUSED, Backend, all_reduce, check, compile_plainly, compile_with_tpfuse, values, world
+from tests.unit.graphs import FUSED, all_reduce, check, compile_plainly, compile_with_tpfuse, values, world
 
 all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor  # renamed in torch 2.13
 

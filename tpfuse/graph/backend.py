@@ -149,7 +149,7 @@ class _JointPass(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self._users is not None:
             self._users(graph)
-        if joint.is_joint(graph):
+        if joint.is_joint(graph) and graph.owning_module is not None:
             self._backend.rewrite(graph.owning_module)
 
     def uuid(self) -> Any:

@@ -5,6 +5,7 @@ Zero rows that only fill up the ranks' shares are the operation's own matter: th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -18,10 +19,11 @@ from tpfuse.graph.products import (
     Product,
     interchange,
     join,
+    more_products,
     parts,
     replace,
     source_of_rows,
-    summed_product,
+    summed_products,
     unfit_sizes,
     what_runs,
     without_padding,
@@ -37,15 +39,16 @@ def run(graph: Graph, context: Context) -> None:
 def _judge(graph: Graph, scatter: Node, sizes: Sizes, context: Context) -> Judged:
     cut = parts(scatter.args[0])
     source = _source(scatter.args[0], cut)
-    made, reason = summed_product(scatter, source, context)
-    if reason or made is None:
+    made, reason = summed_products(scatter, source, context)
+    if reason:
         return made, reason, []
-    if cut is not None and made.scales and value(made.scales[0]).numel() > 1 and not cut.keeps_order:
+    scales = made[0].scales
+    if cut is not None and scales and value(scales[0]).numel() > 1 and not cut.keeps_order:
         return made, "its rows have scales, and are scattered in another order", []
     reason = unfit_sizes((scatter, source), sizes)
     if reason:
         return made, reason, []
-    return made, *what_runs(NAME, [made], scatter.args[-1], context)
+    return made, *what_runs(NAME, made, scatter.args[-1], context)
 
 
 def _source(partial: Node, cut: Parts | None) -> Node:
@@ -55,15 +58,17 @@ def _source(partial: Node, cut: Parts | None) -> Node:
     return source_of_rows(without_padding(partial))
 
 
-def _rewrite(graph: Graph, scatter: Node, made: Product, sizes: Sizes) -> None:
-    input, cut, share = made.input, parts(scatter.args[0]), _share(scatter)
+def _rewrite(graph: Graph, scatter: Node, made: list[Product], sizes: Sizes) -> None:
+    cut, share = parts(scatter.args[0]), _share(scatter)
     with graph.inserting_before(scatter):
         if cut is not None and not cut.keeps_order:
-            input = interchange(graph, input, cut.outer, cut.count, scatter, sizes)
-        scales = made.scales or (None, None)
-        arguments = (input, made.weight, scatter.args[-1], None, *scales, made.out_dtype, None, sizes.of(share))
-        fake = value(made.node).new_empty((share, value(made.node).shape[1]))
-        found = emit(graph, OP, arguments, like=scatter, fake=fake)
+            order = (cut.outer, cut.count, scatter, sizes)
+            made = [dataclasses.replace(each, input=interchange(graph, each.input, *order)) for each in made]
+        first = made[0]
+        scales = first.scales or (None, None)
+        arguments = (first.input, first.weight, scatter.args[-1], None, *scales, first.out_dtype, None, sizes.of(share))
+        fake = value(first.node).new_empty((share, value(first.node).shape[1]))
+        found = emit(graph, OP, arguments, more_products(made), like=scatter, fake=fake)
     replace(graph, scatter, found, sizes)
 
 

@@ -16,6 +16,7 @@ from torch.fx import Graph
 from tpfuse.comm import groups
 from tpfuse.graph.context import GEMM_COMMS, NOT_ALIKE, Context
 from tpfuse.graph.nodes import (
+    ADD,
     SHARDED,
     WAIT,
     Node,
@@ -27,6 +28,8 @@ from tpfuse.graph.nodes import (
     is_call,
     is_sum_of_rows,
     keeps_last,
+    plain_binary,
+    same_shape,
     same_sizes,
     sole_user,
     statically_known_true,
@@ -35,7 +38,7 @@ from tpfuse.graph.nodes import (
 )
 from tpfuse.graph.sizes import Sizes, number_or_value
 from tpfuse.kernels import dispatch, matmul
-from tpfuse.kernels.matmul_candidates import NCCL, MatmulProblem
+from tpfuse.kernels.matmul_candidates import ALL_GATHER_MATMUL, NCCL, MatmulProblem
 
 _MM, _ADDMM, _SCALED_MM = aten.mm.default, aten.addmm.default, aten._scaled_mm.default
 PRODUCTS = (_MM, _ADDMM, _SCALED_MM)
@@ -150,19 +153,48 @@ def join(
         rewrite(graph, node, found, sizes)
 
 
-def summed_product(reduction: Node, source: Node, context: Context) -> tuple[Product | None, str]:
-    """The product ``source`` that a reduction over ranks sums, and why they cannot be joined."""
+def summed_products(reduction: Node, source: Node, context: Context) -> tuple[list[Product], str]:
+    """The products that a reduction over ranks sums, ``source`` or what it adds up, and why they cannot be joined."""
     reason = why_not_a_sum(reduction, "joined with a GEMM")
     if reason or not context.ranks_alike:
-        return None, reason or NOT_ALIKE
-    made = product(source)
-    if made is None:
-        return None, f"what it sums comes from {name_of(source)}, not from a GEMM"
+        return [], reason or NOT_ALIKE
+    addends = _addends(source)
+    made = [each for each in map(product, addends) if each is not None]
+    if len(made) < len(addends):
+        other = next(node for node in addends if product(node) is None)
+        return [], f"what it sums comes from {name_of(other)}, not from a GEMM"
     if not is_call(sole_user(reduction), WAIT):
-        return made, "its result has other users than one wait"
+        return [], "its result has other users than one wait"
     if not used_only_for(source, reduction.args[0]):
-        return made, "the GEMM's result has other users"
-    return made, "the GEMM adds a bias on each rank, and the sum has all of them" if made.bias is not None else ""
+        return [], "the GEMM's result has other users"
+    if any(each.bias is not None for each in made):
+        return [], "the GEMM adds a bias on each rank, and the sum has all of them"
+    if len(made) > 1 and any(each.scales for each in made):
+        return [], "it sums GEMMs that scale FP8 values"
+    return made, ""
+
+
+def _addends(node: Node) -> list[Node]:
+    """What a sum adds up that has no other use, views aside; the node itself if it is no such sum.
+
+    A column-parallel layer's input gets its gradient from several GEMMs.
+    """
+    operands = plain_binary(node, ADD) or ()
+    if len({*operands}) < 2 or not all(same_shape(each, node) and dtype(each) is dtype(node) for each in operands):
+        return [node]
+    found = []
+    for each in operands:
+        source = source_of_rows(each)
+        if not used_only_for(source, each):
+            return [node]
+        found += _addends(source)
+    return found
+
+
+def more_products(made: Sequence[Product]) -> dict[str, list[Node]]:
+    """Arguments of an operation for all products but the first."""
+    rest = made[1:]
+    return {"more_inputs": [p.input for p in rest], "more_weights": [p.weight for p in rest]} if rest else {}
 
 
 def replace(graph: Graph, reduction: Node, result: Node, sizes: Sizes) -> None:
@@ -195,7 +227,11 @@ def what_runs(op: str, made: Sequence[Product], group: str, context: Context) ->
     rows, widths = value(made[0].node).shape[0], tuple(value(each.weight).shape[1] for each in made)
     low, high = (rows, rows) if isinstance(rows, int) else (context.rows[0], min(MOST_JUDGED_ROWS, context.rows[1]))
     dtypes = (value(made[0].input).dtype, *(value(each.weight).dtype for each in made))
-    problem = MatmulProblem(op, 0, widths, value(made[0].weight).shape[0], dtypes, 0, made[0].out_dtype)
+    inners = tuple(value(each.weight).shape[0] for each in made)
+    if op == ALL_GATHER_MATMUL:
+        problem = MatmulProblem(op, 0, widths, inners[0], dtypes, 0, made[0].out_dtype)
+    else:
+        problem = MatmulProblem(op, 0, widths[:1], sum(inners), dtypes, 0, made[0].out_dtype, None, inners)
     kernels = matmul.may_run(group, device, problem.with_rows(low, groups.size(group)), high)
     return "a GEMM and NCCL, one after the other, are chosen for these rows" if kernels == [NCCL] else "", kernels
 

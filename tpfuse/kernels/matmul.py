@@ -30,6 +30,8 @@ from tpfuse.kernels.matmul_candidates import (
 from tpfuse.tables import Choice
 
 Scales = tuple[torch.Tensor, torch.Tensor] | None
+More = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+NO_MORE: More = ((), ())
 
 
 def matmul_reduce_scatter(
@@ -42,16 +44,18 @@ def matmul_reduce_scatter(
     out_dtype: torch.dtype | None,
     wire_dtype: torch.dtype | None,
     share: int,
+    more: More = NO_MORE,
 ) -> torch.Tensor | None:
     """The operation of ``tpfuse.ops`` by the kernel that is asked for, or chosen; None: by its reference.
 
     scales  of input and weight, where those are FP8; share: rows of each rank
+    more    inputs and weights of further products, which are added
     Raises ConfigError: the kernel that is asked for cannot do this.
     """
     if kernel == NCCL or not input.numel() or not weight.numel():
         return None
-    problem = _row_parallel(MATMUL_REDUCE_SCATTER, input, weight, share, out_dtype, wire_dtype)
-    return _run(problem, kernel, group, input, weight, bias, share, scales, out_dtype)
+    problem = _row_parallel(MATMUL_REDUCE_SCATTER, input, weight, share, out_dtype, wire_dtype, more)
+    return _run(problem, kernel, group, input, weight, bias, share, scales, out_dtype, more)
 
 
 def all_gather_matmul(
@@ -87,12 +91,13 @@ def matmul_all_reduce(
     out_dtype: torch.dtype | None,
     wire_dtype: torch.dtype | None,
     composed: Callable[[], torch.Tensor],
+    more: More = NO_MORE,
 ) -> torch.Tensor | None:
     """As above. composed: computes it by a product and ``tpfuse::all_reduce``."""
     if kernel == NCCL or not input.numel() or not weight.numel():
         return None
-    problem = _row_parallel(MATMUL_ALL_REDUCE, input, weight, input.shape[0], out_dtype, wire_dtype)
-    return _run(problem, kernel, group, input, weight, bias, scales, out_dtype, composed)
+    problem = _row_parallel(MATMUL_ALL_REDUCE, input, weight, input.shape[0], out_dtype, wire_dtype, more)
+    return _run(problem, kernel, group, input, weight, bias, scales, out_dtype, composed, more)
 
 
 def _row_parallel(
@@ -102,10 +107,13 @@ def _row_parallel(
     share: int,
     out_dtype: torch.dtype | None,
     wire_dtype: torch.dtype | None,
+    more: More,
 ) -> MatmulProblem:
-    rows, inner = input.shape
+    inputs, weights = (input, *more[0]), (weight, *more[1])
+    inners = tuple(each.shape[1] for each in inputs)
     wire = None if wire_dtype == (out_dtype or input.dtype) else wire_dtype
-    return MatmulProblem(op, rows, (weight.shape[1],), inner, (input.dtype, weight.dtype), share, out_dtype, wire)
+    dtypes = tuple(each.dtype for pair in zip(inputs, weights, strict=True) for each in pair)
+    return MatmulProblem(op, input.shape[0], (weight.shape[1],), sum(inners), dtypes, share, out_dtype, wire, inners)
 
 
 def _run(problem: MatmulProblem, kernel: str | None, group: str, *arguments: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ class MatmulProblem(NamedTuple):
     """A call, as far as a choice depends on it: the same on every rank.
 
     rows        M, of the whole
-    widths      N of each weight of a rank; inner: K of a rank
+    widths      N of each weight of a rank; inner: K of a rank, of all products that are added
+    inners      K of each of them; (): there is one
     share       S, rows of each rank in what is gathered or scattered; of an all-reduce: M
     dtypes      of the input and all weights; FP8 comes with scales
     out_dtype   None: the input's
@@ -46,6 +48,7 @@ class MatmulProblem(NamedTuple):
     share: int
     out_dtype: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
+    inners: tuple[int, ...] = ()
 
     def with_rows(self, rows: int, world: int) -> MatmulProblem:
         """The same of another size, in as few rows a rank as will do."""
@@ -120,14 +123,18 @@ def _cut(choice: Choice) -> Any:
 
 
 def _own_cannot(arena: Arena, problem: MatmulProblem, choice: Choice) -> str:
-    from tpfuse.kernels.cuda import all_gather_matmul, gemm
+    from tpfuse.kernels.cuda import all_gather_matmul, gemm, matmul_reduce_scatter
 
     if problem.wire_dtype is not None:
         return f"partial sums in {problem.wire_dtype}"
     if len(problem.widths) > all_gather_matmul.MOST_MATRICES:
         return f"more than {all_gather_matmul.MOST_MATRICES} weights"
-    for width in problem.widths:
-        why = gemm.cannot(problem.rows, width, problem.inner, problem.dtypes, problem.out_dtype)
+    if len(problem.inners) > matmul_reduce_scatter.MOST_PRODUCTS:
+        return f"a sum of more than {matmul_reduce_scatter.MOST_PRODUCTS} products"
+    if len(problem.inners) > 1 and problem.dtype.itemsize == 1:
+        return "a sum of products that have scales"
+    for width, inner in itertools.product(problem.widths, problem.inners or (problem.inner,)):
+        why = gemm.cannot(problem.rows, width, inner, problem.dtypes, problem.out_dtype)
         if why:
             return why
     try:
@@ -166,11 +173,11 @@ def _own_reduce_scatter(arena: Arena, choice: Choice, *arguments: Any) -> torch.
 
 
 def _own_all_reduce(
-    arena: Arena, choice: Choice, input: Any, weight: Any, bias: Any, scales: Any, out_dtype: Any, composed: Any
+    arena: Arena, choice: Choice, input: Any, weight: Any, bias: Any, scales: Any, out_dtype: Any, composed: Any, more: Any
 ) -> torch.Tensor:
     from tpfuse.kernels.cuda import matmul_reduce_scatter as own
 
-    arguments = (input, weight, bias, -(-input.shape[0] // arena.world), scales, out_dtype)
+    arguments = (input, weight, bias, -(-input.shape[0] // arena.world), scales, out_dtype, more)
     return own.matmul_reduce_scatter(arena.workspace, *arguments, all_rows=True, cut=_cut(choice))
 
 
@@ -211,7 +218,8 @@ def _symm_mem_all_gather(arena: Arena, choice: Choice, *arguments: Any) -> list[
 
 
 def _composed(arena: Arena, choice: Choice, *arguments: Any) -> torch.Tensor:
-    return arguments[-1]()
+    *_, composed, _ = arguments
+    return composed()
 
 
 #: Operation -> its candidates by name. ``nccl`` can do everything.

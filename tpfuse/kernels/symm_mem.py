@@ -165,6 +165,8 @@ def cannot_matmul(arena: Arena, problem: MatmulProblem) -> str:
         return f"a result in {problem.out_dtype}"
     if problem.wire_dtype is not None:
         return f"partial sums in {problem.wire_dtype}"
+    if len(problem.inners) > 1:
+        return "a sum of products"
     if problem.share * arena.world != problem.rows:
         return f"{problem.rows} rows are not a multiple of {arena.world} ranks"
     made = _workspaces.get(arena)

@@ -1,14 +1,15 @@
 """Do in a graph what gradient hooks of Hugging Face's tensor parallelism do outside it.
 
 It puts a full-backward hook on norms that are replicated inside a sharded region (the q and k norms of Qwen3, Qwen3-MoE
-and Gemma3), which adds up the ranks' gradients of the norm's weight. ``torch.compile`` breaks the graph at such a hook, even
-under ``torch.no_grad()``, where it never fires. So calls of those modules go straight to ``forward`` when gradients are
-off, and when a graph is made with gradients on, the graph adds them up. The hooks themselves stay where they are, and what
-is not known to be one of these breaks the graph as ever.
+and Gemma3), which adds up the ranks' gradients of the norm's weight. ``torch.compile`` breaks the graph at such a hook,
+even under ``torch.no_grad()``, where it never fires. So calls of those modules go straight to ``forward`` when gradients
+are off, and when a graph is made with gradients on, the graph adds them up. The hooks themselves stay where they are, and
+what is not known to be one of these breaks the graph as ever.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -67,8 +68,7 @@ def _group_of_hook(module: torch.nn.Module) -> str | None:
     plain = all(type(p) is torch.nn.Parameter for p in module.parameters(recurse=False))
     if len(hooks) != 1 or getattr(hooks[0], "__qualname__", "") != _OF_HUGGING_FACE or not plain:
         return None
-    held = dict(zip(hooks[0].__code__.co_freevars, hooks[0].__closure__, strict=True))
-    group: dist.ProcessGroup = held["mesh"].cell_contents.get_group()
+    group: dist.ProcessGroup = inspect.getclosurevars(hooks[0]).nonlocals["mesh"].get_group()
     return group.group_name
 
 

@@ -7,6 +7,8 @@ FP8: ``product`` multiplies by both scales, one number each (per tensor) or [M, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -34,6 +36,14 @@ def product(
         column_major = weight if weight.stride(0) == 1 else weight.t().contiguous().t()
         return torch._scaled_mm(input.contiguous(), column_major, input_scale, weight_scale, out_dtype=dtype)
     return ((input.float() @ weight.float()) * (input_scale * weight_scale)).to(dtype)
+
+
+def plus_products(total: torch.Tensor, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of [M, N] and of products [M, K] @ [K, N], each with a K of its own, in the first one's dtype."""
+    for input, weight in zip(inputs, weights, strict=True):
+        same = input.dtype == total.dtype
+        total = torch.addmm(total, input, weight) if same else total + product(input, weight, out_dtype=total.dtype)
+    return total
 
 
 def pair(input_scale: torch.Tensor | None, weight_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:

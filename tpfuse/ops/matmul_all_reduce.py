@@ -5,7 +5,7 @@ M  rows     K  inner dimension, sharded over ranks     N  columns
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from tpfuse.ops import library
 from tpfuse.ops.all_reduce import OP as all_reduce_op
 from tpfuse.ops.all_reduce import reference as all_reduce_reference
 from tpfuse.ops.library import needs_gradients
-from tpfuse.ops.matmul import check_product, check_wire_dtype, pair, product
+from tpfuse.ops.matmul import check_product, check_wire_dtype, pair, plus_products, product
 
 NAME = "matmul_all_reduce"
 
@@ -30,11 +30,14 @@ def reference(
     weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
+    more_inputs: Sequence[torch.Tensor] = (),
+    more_weights: Sequence[torch.Tensor] = (),
     sum_over_ranks: Callable[[torch.Tensor, str], torch.Tensor] = all_reduce_reference,
 ) -> torch.Tensor:
-    """What the operation means, as a product and a functional collective, or another way to sum."""
+    """What the operation means, as products and a functional collective, or another way to sum."""
     dtype = out_dtype or input.dtype
     partial = product(input, weight, input_scale, weight_scale, wire_dtype or dtype)
+    partial = plus_products(partial, more_inputs, more_weights)
     total = sum_over_ranks(partial, group).to(dtype)
     return total if bias is None else total + bias
 
@@ -50,24 +53,29 @@ def _run(
     wire_dtype=None,
     kernel_name=None,
     after=None,
+    more_inputs=None,
+    more_weights=None,
 ):
-    arguments = (input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype)
+    more = (more_inputs or (), more_weights or ())
+    arguments = (input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype, *more)
     if input.is_cuda:
         scales, composed = pair(input_scale, weight_scale), lambda: reference(*arguments, all_reduce_op)
-        result = matmul.matmul_all_reduce(kernel_name, group, input, weight, bias, scales, out_dtype, wire_dtype, composed)
+        given = (input, weight, bias, scales, out_dtype, wire_dtype, composed, more)
+        result = matmul.matmul_all_reduce(kernel_name, group, *given)
         if result is not None:
             return result
     return reference(*arguments)
 
 
-def _fake(input, weight, group, bias=None, input_scale=None, weight_scale=None, out_dtype=None, *rest):
+def _fake(input, weight, group, bias=None, input_scale=None, weight_scale=None, out_dtype=None, *rest, **more):
     return torch.empty((input.shape[0], weight.shape[1]), dtype=out_dtype or input.dtype, device=input.device)
 
 
+#: more_inputs, more_weights: as in matmul_reduce_scatter
 OP = library.define(
     f"{NAME}(Tensor input, Tensor weight, str group, Tensor? bias=None, Tensor? input_scale=None, "
     "Tensor? weight_scale=None, ScalarType? out_dtype=None, ScalarType? wire_dtype=None, str? kernel_name=None, "
-    "Tensor? after=None) -> Tensor",
+    "Tensor? after=None, Tensor[]? more_inputs=None, Tensor[]? more_weights=None) -> Tensor",
     _run,
     _fake,
 )

@@ -5,6 +5,8 @@ M  rows     K  inner dimension, sharded over ranks     N  columns     S  rows of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -12,7 +14,7 @@ from tpfuse.comm import groups
 from tpfuse.kernels import matmul
 from tpfuse.ops import library
 from tpfuse.ops.library import needs_gradients
-from tpfuse.ops.matmul import check_dim, check_product, check_wire_dtype, pair, product, rows_of, scatter_sum
+from tpfuse.ops.matmul import check_dim, check_product, check_wire_dtype, pair, plus_products, product, rows_of, scatter_sum
 
 NAME = "matmul_reduce_scatter"
 
@@ -27,10 +29,13 @@ def reference(
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     share: int | None = None,
+    more_inputs: Sequence[torch.Tensor] = (),
+    more_weights: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """What the operation means, as a product and a functional collective."""
+    """What the operation means, as products and a functional collective."""
     dtype = out_dtype or input.dtype
     partial = product(input, weight, input_scale, weight_scale, wire_dtype or dtype)
+    partial = plus_products(partial, more_inputs, more_weights)
     total = scatter_sum(partial, group, share).to(dtype)
     return total if bias is None else _mask_padding(total + bias, input.shape[0], group)
 
@@ -57,27 +62,42 @@ def _run(
     share=None,
     kernel_name=None,
     after=None,
+    more_inputs=None,
+    more_weights=None,
 ):
+    more = (more_inputs or (), more_weights or ())
     if input.is_cuda:
         size, scales = rows_of(input.shape[0], group, share), pair(input_scale, weight_scale)
-        arguments = (input, weight, bias, scales, out_dtype, wire_dtype, size)
+        arguments = (input, weight, bias, scales, out_dtype, wire_dtype, size, more)
         result = matmul.matmul_reduce_scatter(kernel_name, group, *arguments)
         if result is not None:
             return result
-    return reference(input, weight, group, bias, input_scale, weight_scale, out_dtype, wire_dtype, share)
+    given = (bias, input_scale, weight_scale, out_dtype, wire_dtype, share, *more)
+    return reference(input, weight, group, *given)
 
 
 def _fake(
-    input, weight, group, bias=None, input_scale=None, weight_scale=None, out_dtype=None, wire_dtype=None, share=None, *rest
+    input,
+    weight,
+    group,
+    bias=None,
+    input_scale=None,
+    weight_scale=None,
+    out_dtype=None,
+    wire_dtype=None,
+    share=None,
+    *rest,
+    **more,
 ):
     rows = rows_of(input.shape[0], group, share)
     return torch.empty((rows, weight.shape[1]), dtype=out_dtype or input.dtype, device=input.device)
 
 
+#: more_inputs, more_weights: further products, without scales, that are added to the first before ranks are summed.
 OP = library.define(
     f"{NAME}(Tensor input, Tensor weight, str group, Tensor? bias=None, Tensor? input_scale=None, "
     "Tensor? weight_scale=None, ScalarType? out_dtype=None, ScalarType? wire_dtype=None, SymInt? share=None, "
-    "str? kernel_name=None, Tensor? after=None) -> Tensor",
+    "str? kernel_name=None, Tensor? after=None, Tensor[]? more_inputs=None, Tensor[]? more_weights=None) -> Tensor",
     _run,
     _fake,
 )

@@ -4,7 +4,7 @@
 //
 // One CTA per multiprocessor, all resident. Warp group 0: warp 0 loads operands, warp 1 moves tiles of C, warp 2 (ALL_ROWS)
 // copies the peers' results to where they belong. Groups 1, 2: wgmma.
-// Needs what gemm.cuh needs, WORLD, ELEMENT (of results; 0: bf16, 1: fp16) and ALL_ROWS.
+// Needs what gemm.cuh needs, WORLD, PRODUCTS (that are added), ELEMENT (of results; 0: bf16, 1: fp16) and ALL_ROWS.
 //
 // A call has an epoch, the same on all ranks. Partial sums go to the owner's buffer once the owner has begun the same call:
 // what the call before has received there has been read then. A flag per slice of a tile and source tells the owner the epoch
@@ -15,7 +15,7 @@ constexpr int PEERS = WORLD - 1, PIECE_ROWS = 32;
 constexpr int COPY_ROWS = 64, COPY_BYTES = COPY_ROWS * 128;
 
 struct Params {
-  TensorMap a, b;          // [M, K], [N, K]
+  TensorMap a[PRODUCTS], b[PRODUCTS];  // [M, K], [N, K], one after the other
   TensorMap out;           // [1 or, with ALL_ROWS, WORLD, first + count, N]: planes of S rows
   TensorMap received;      // [PEERS, count, N]: partial sums, by source
   TensorMap results;       // the same: of the source's rows
@@ -30,7 +30,8 @@ struct Params {
   Control* control;
   const uint16_t* bias;    // [N] or null
   Scale a_scale, b_scale;  // with FP8: of [M] and [N]
-  int rows, columns, inner, share;  // M, N, K, S
+  int inner[PRODUCTS];              // K of each
+  int rows, columns, share;         // M, N, S
   int first, count;                 // of each rank's rows, those of this launch
   int rank, lead, whole, across, pause;  // lead: units of peers before own ones are mixed in; pause: clocks between pieces
   int stride, results_ahead, tag;  // results_ahead: from flags of partial sums to those of results
@@ -58,6 +59,8 @@ INLINE Unit unit_at(int n, int units, int lead) {
   return {1, 0, n - theirs};
 }
 
+INLINE int steps_of(int inner) { return (inner + BK - 1) / BK; }
+
 // The slices of a launch, and which of them are this cluster's.
 struct Work {
   int down, across, units, steps, total, first, at_once;
@@ -67,10 +70,12 @@ struct Work {
       : down((p.count + BM * CLUSTER - 1) / (BM * CLUSTER)),
         across((p.columns + BN - 1) / BN),
         units(down * across),
-        steps((p.inner + BK - 1) / BK),
+        steps(0),
         total(slices_of(units * WORLD, p.whole)),
         first(blockIdx.x / CLUSTER),
-        at_once(gridDim.x / CLUSTER) {}
+        at_once(gridDim.x / CLUSTER) {
+    for (int i = 0; i < PRODUCTS; i++) steps += steps_of(p.inner[i]);
+  }
 };
 
 // The n-th slice of the work: of this rank's rows or a peer's; its first row (of the owner's in this launch) and column, and
@@ -119,7 +124,9 @@ struct Buffer {
 INLINE void load_operands(const Params& p, Stages& stages, const Work& w) {
   for (int n = w.first; n < w.total; n += w.at_once) {
     Task t(p, w, n);
-    stages.load(&p.a, &p.b, t.owner * p.share + p.first + t.row, t.column, t.columns, w.steps);
+    int row = t.owner * p.share + p.first + t.row;
+    for (int i = 0; i < PRODUCTS; i++)
+      stages.load(&p.a[i], &p.b[i], row, t.column, t.columns, steps_of(p.inner[i]));
   }
   WRITE_DOWN(p.profile, STAGE, stages.waited());
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ FILES = ("hopper.cuh", "gemm.cuh", "matmul_reduce_scatter.cu")
 _PIECE_ROWS, _COPY_ROWS = 32, 64
 _COPY_BYTES = 2 * _COPY_ROWS * BOX * 2
 _TAG, _TAG_ALL_ROWS = 4, 6  # comm/arena.py TAGS
+MOST_PRODUCTS = 4  # that are added: q, k and v, or gate and up, of a backward
 _LEAD_ROUNDS = 1.5  # of tiles: with a lead of as many, sums may take their time
 
 
@@ -55,6 +57,7 @@ def matmul_reduce_scatter(
     share: int,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
+    more: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ()),
     *,
     all_rows: bool = False,
     cut: Tiling | None = None,
@@ -63,25 +66,26 @@ def matmul_reduce_scatter(
 
     share     S, of every rank
     scales    of input and weight, where those are FP8
+    more      inputs and weights of further products, which are added; none with scales
     all_rows  every rank gets all rows: ``tpfuse.ops.matmul_all_reduce``
     Partial sums travel in the result's dtype. Where they do not fit into the workspace at once, it is done in parts.
     Raises BuildError.
     """
     arena, dtype, columns = workspace.arena, out_dtype or input.dtype, weight.shape[1]
-    cut = cut or tiling(arena, share, columns, input.shape[1], input.dtype, all_rows)
-    a, bias, (b_rows, (b,)) = by_rows(input), aligned(bias), right_operands([weight])
+    a, bias, (b_rows, b) = [by_rows(each) for each in (input, *more[0])], aligned(bias), right_operands([weight, *more[1]])
+    cut = cut or tiling(arena, share, columns, sum(each.shape[1] for each in a), input.dtype, all_rows)
     cut = cut.suiting(b_rows)
     factors = [None, None] if scales is None else [scale.contiguous() for scale in scales]
     out = torch.empty((arena.world if all_rows else 1, share, columns), dtype=dtype, device=input.device)
     most = most_rows(workspace, columns, dtype, cut, all_rows)
     shared_bytes = room(cut, all_rows)
-    macros = options(arena.world, input.dtype, dtype, cut, b_rows, all_rows)
+    macros = options(arena.world, len(a), input.dtype, dtype, cut, b_rows, all_rows)
     macros += profiling(workspace)
     kernel = kernel_of(workspace, FILES, macros, shared_bytes)
     stream = arena.enter()
     for first, count in parts(share, most):
         blocks, whole = cut.grid(arena.multiprocessors, cut.tiles(count, columns) * arena.world)
-        made = Parameters(parameters(arena.world))
+        made = Parameters(parameters(arena.world, len(a)))
         _fill(made.fields, workspace, (a, b, b_rows, out, bias, factors), (share, first, count), cut, (blocks, whole))
         made.launch(kernel, blocks, THREADS, shared_bytes, stream)
     return out.view(-1, columns)[: input.shape[0]] if all_rows else out[0]
@@ -103,13 +107,13 @@ def _fill(
     grid: tuple[int, int],
 ) -> None:
     a, b, b_rows, out, bias, factors = tensors
-    (rows, inner), columns, (share, first, count) = a.shape, out.shape[2], part
+    rows, columns, (share, first, count) = a[0].shape[0], out.shape[2], part
     arena, peers, dtype = workspace.arena, workspace.arena.world - 1, out.dtype
     row_bytes = columns * dtype.itemsize
-    fields.a, fields.b = (
-        operand(a, rows, TILE_ROWS),
-        operand(b, b.shape[0], STEP_BYTES // 2 if b_rows else cut.box_columns),
-    )
+    for number, (left, right) in enumerate(zip(a, b, strict=True)):
+        fields.a[number] = operand(left, rows, TILE_ROWS)
+        fields.b[number] = operand(right, right.shape[0], STEP_BYTES // 2 if b_rows else cut.box_columns)
+        fields.inner[number] = left.shape[1]
     sizes, steps = (columns, first + count, out.shape[0]), (row_bytes, share * row_bytes)
     fields.out = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, TILE_ROWS, 1))
     fields.copied = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, _COPY_ROWS, 1))
@@ -125,13 +129,13 @@ def _fill(
     fields.epoch, fields.control = workspace.base, arena.control
     fields.bias = 0 if bias is None else bias.data_ptr()
     fields.a_scale, fields.b_scale = (Scale.of(each, each is not None and each.numel() > 1) for each in factors)
-    fields.rows, fields.columns, fields.inner, fields.share = rows, columns, inner, share
+    fields.rows, fields.columns, fields.share = rows, columns, share
     fields.first, fields.count, fields.rank, fields.across = first, count, arena.rank, max(1, cut.across // cut.cluster)
     blocks, fields.whole = grid
     theirs, at_once = cut.tiles(count, columns) // cut.cluster * peers, blocks // cut.cluster
     fields.lead = theirs if cut.lead is None else min(theirs, cut.lead * at_once // peers * peers)
     # A tile is sent while the next one is computed; sooner where a peer's own tile, the lead behind it, waits for it.
-    time = cut.clocks(inner, a.dtype) * min(1, fields.lead / at_once / _LEAD_ROUNDS)
+    time = cut.clocks(sum(fields.inner), a[0].dtype) * min(1, fields.lead / at_once / _LEAD_ROUNDS)
     fields.pause = int(cut.pace * time / (TILE_ROWS // _PIECE_ROWS * cut.columns // BOX))
     fields.stride, fields.results_ahead = FLAGS // peers, FLAGS
     fields.tag = _TAG_ALL_ROWS if all_rows else _TAG
@@ -139,17 +143,19 @@ def _fill(
 
 
 @functools.cache
-def parameters(world: int) -> type[ctypes.Structure]:
+def parameters(world: int, products: int) -> type[ctypes.Structure]:
     """``Params`` of the kernel."""
     address, number, peers = ctypes.c_uint64, ctypes.c_int32, world - 1
-    maps: list[tuple[str, Any]] = [(name, TensorMap) for name in ("a", "b", "out", "received", "results", "copied")]
+    maps: list[tuple[str, Any]] = [(name, TensorMap * products) for name in ("a", "b")]
+    maps += [(name, TensorMap) for name in ("out", "received", "results", "copied")]
     maps += [("sent", TensorMap * peers), ("given", TensorMap * peers)]
     addresses: list[tuple[str, Any]] = [(name, address * peers) for name in ("peer_flags", "peer_begun")]
     addresses += [(name, address) for name in ("flags", "begun", "epoch", "control", "bias")]
     addresses += [(name, Scale) for name in ("a_scale", "b_scale")]
-    sizes = ("rows", "columns", "inner", "share", "first", "count", "rank", "lead", "whole", "across", "pause")
+    sizes = ("rows", "columns", "share", "first", "count", "rank", "lead", "whole", "across", "pause")
     names = (*sizes, "stride", "results_ahead", "tag")
-    fields = (*maps, *addresses, *((name, number) for name in names), ("profile", address))
+    numbers: list[tuple[str, Any]] = [("inner", number * products), *((name, number) for name in names)]
+    fields = (*maps, *addresses, *numbers, ("profile", address))
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -164,6 +170,13 @@ def _beside(cut: Tiling, all_rows: bool) -> int:
 
 
 def options(
-    world: int, dtype: torch.dtype, out_dtype: torch.dtype, cut: Tiling, b_rows: bool, all_rows: bool = False
+    world: int,
+    products: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    cut: Tiling,
+    b_rows: bool,
+    all_rows: bool = False,
 ) -> tuple[tuple[str, int], ...]:
-    return *cut.options(world, dtype, out_dtype, b_rows, _beside(cut, all_rows)), ("ALL_ROWS", int(all_rows))
+    common = cut.options(world, dtype, out_dtype, b_rows, _beside(cut, all_rows))
+    return *common, ("PRODUCTS", products), ("ALL_ROWS", int(all_rows))
