@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tpfuse.comm import agreement, groups
-from tpfuse.comm.symmetric import SymmetricMemory
+from tpfuse.comm.symmetric import SymmetricMemory, may_share_devices
 from tpfuse.errors import PeerTimeoutError, first_line
 
 SENTINEL = -0x7FFF8000  # 0x80008000 as a signed 32-bit number; kernels/triton/lamport.py says what it is
@@ -229,7 +229,7 @@ def _make(group: dist.ProcessGroup, size: int) -> Arena | str:
     if not groups.has_peers(group):
         return reason
     facts = {"host": _host(), "device": _identity(device), "bytes": str(size), "name": uuid.uuid4().hex}
-    facts["multiprocessors"] = str(_multiprocessors(device))
+    facts |= {"multiprocessors": str(_multiprocessors(device)), "shares": str(may_share_devices())}
     everybody = agreement.exchange(group, SUBJECT, {"reason": reason, **facts})
     reason = agreement.told(everybody) or _mismatch(everybody)
     if reason:
@@ -259,7 +259,7 @@ def _mismatch(everybody: list[dict[str, str]]) -> str:
     different = lambda fact: len({each[fact] for each in everybody})  # noqa: E731
     if different("host") > 1:
         return "the ranks are on several hosts"
-    if different("device") < len(everybody):
+    if different("device") < len(everybody) and any(each["shares"] != "True" for each in everybody):
         return "two ranks share one device"
     if different("bytes") > 1:
         return "the ranks ask for different arena sizes"

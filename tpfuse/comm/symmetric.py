@@ -5,12 +5,21 @@ Source: torch.distributed._symmetric_memory. NVLink multicast is not needed and 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tpfuse.comm import groups
+
+#: torch's: "1" lets several ranks' memory be on one device. NCCL refuses that, and no multicast is set up there.
+SHARE_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+def may_share_devices() -> bool:
+    """Whether ranks may share a device, for tests: by time slices, of which every wait for a peer takes some."""
+    return os.environ.get(SHARE_VARIABLE) == "1"
 
 
 class SymmetricMemory:
