@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tpfuse.testing.devices import take_device
+
 
 class RankError(RuntimeError):
     """At least one rank failed, died or did not finish in time; the message has every rank's story."""
@@ -32,7 +34,7 @@ def spawn(
     """``function(rank, *args)`` in a new process per rank, with the default process group made. Results in rank order.
 
     function   importable by name (a module's top level); its result must pickle
-    backend    of the default group; "" makes none
+    backend    of the default group; "" makes none, "cuda" that of ``take_device``
     timeout_s  for the group's collectives, and for the whole call
     grace_s    seconds more for the whole call: for tests of what happens on a time-out
     env        environment variables of the children, besides this process's
@@ -67,15 +69,20 @@ def spawn(
     return [outcomes[rank][1] for rank in range(world_size)]
 
 
-def under_torchrun(function: Callable[..., Any], *args: Any, backend: str = "nccl", timeout_s: float = 120.0) -> None:
+def under_torchrun(function: Callable[..., Any], *args: Any, backend: str = "cuda", timeout_s: float = 120.0) -> None:
     """Run ``function(rank, *args)`` on the ranks that torchrun started, and print each rank's result."""
     rank = int(os.environ["RANK"])
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = _with_device(backend, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     print(f"rank {rank}: {function(rank, *args)}", flush=True)
     torch._dynamo.reset()  # CUDA graphs that hold NCCL calls would keep the group from ending
     dist.destroy_process_group()
+
+
+def _with_device(backend: str, rank: int, ranks: int) -> str:
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    return take_device(rank, ranks) if backend == "cuda" else backend
 
 
 def _collect(results: Any, children: list, deadline: float) -> dict[int, tuple[bool, Any]]:
@@ -100,8 +107,7 @@ def _child(
     try:
         if backend:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-            if backend == "nccl":
-                torch.cuda.set_device(rank)
+            backend = _with_device(backend, rank, world_size)
             timeout = datetime.timedelta(seconds=timeout_s)
             store = dist.TCPStore("localhost", port, is_master=False, timeout=timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
