@@ -325,7 +325,7 @@ def _verdict(found: dict[str, list[str]], names: Iterable[str]) -> str:
 
 @pytest.fixture(scope="module")
 def numbers():
-    return spawn(_numbers, 2, backend="nccl", timeout_s=60, grace_s=220)
+    return spawn(_numbers, 2, backend="cuda", timeout_s=60, grace_s=220)
 
 
 @pytest.mark.gpu
@@ -339,7 +339,7 @@ def test_numbers(numbers, name):
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
 def test_more_than_two_ranks():
     names = ("hidden sizes", "row counts", "special values", "plain all-reduce")
-    for found in spawn(_numbers, torch.cuda.device_count(), names, backend="nccl", timeout_s=60, grace_s=220):
+    for found in spawn(_numbers, torch.cuda.device_count(), names, backend="cuda", timeout_s=60, grace_s=220):
         assert not _verdict(found, ["arena", *names]), _verdict(found, ["arena", *names])
 
 

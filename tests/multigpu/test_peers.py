@@ -48,7 +48,7 @@ def _are_nan(outputs: Any) -> bool:
 def _survive(rank: int, pipe: Any) -> dict[str, Any]:
     """All ranks work, then rank 1 waits for what never comes (and is stopped or killed), and rank 0 calls again."""
     call = Call(Case((8, 4096)))
-    dist.all_reduce(torch.ones(1, device=here()))  # NCCL has something to abort
+    dist.all_reduce(torch.ones(1, device=here()))  # there is something to abort
     with interpret_graphs():
         model = tpfuse.apply(CudaStack(dist.group.WORLD))
         with torch.no_grad():
@@ -181,11 +181,10 @@ def _multiply(rank: int, pipe: Any) -> dict[str, Any]:
 # -- ranks that end the interpreter in the ordinary way ------------------------------------------------------------------
 
 _LEAVE = """
-import datetime, torch, torch.distributed as dist, tpfuse
+import datetime, os, torch, torch.distributed as dist, tpfuse
 from tests.multigpu.checks import Call, Case
-rank = int(__import__("os").environ["RANK"])
-torch.cuda.set_device(rank)
-dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=60))
+from tpfuse.testing import take_device
+dist.init_process_group(take_device(int(os.environ["RANK"]), 2), timeout=datetime.timedelta(seconds=60))
 calls = [Call(Case((4, 4096), kernel=kernel)) for kernel in ("tpfuse_split", "tpfuse_ring", "nccl")]
 kept = [call.run() for call in calls]
 graph = torch.cuda.CUDAGraph()
