@@ -27,66 +27,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from llama import SIZES
 from timing import LIMIT, RESULTS, Budget, Ranks, commit, launch, limit_us, write_rows
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import init_device_mesh
+from whole_models import DropAllReduces, let_go
 
 import tpfuse
-from tpfuse.graph.nodes import emit
 from tpfuse.models import families
-from tpfuse.ops.all_reduce import OP as ALL_REDUCE
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-}
-DTYPE = torch.bfloat16
+DTYPE, VOCABULARY = torch.bfloat16, 128256
 STEPS = 8  # of one timed run
 LEAD_CYCLES = 250_000_000  # 0.13 s or more: longer than the host takes for one run
-MET_ELEMENTS = 64
 WARM_UPS = 4  # two before CUDA graphs are recorded, the recording, a replay
 TOLERANCE = 1e-1  # largest difference of logits as a share of the largest: roundings of every layer
 FIELDS = ("batch", "layers", "world", "gpu", "torch", "what", "us", "commit")
-
-
-class DropAllReduces(CustomGraphPass):
-    """Takes the all-reduces and their waits out of a graph, and remembers how many, and of how many bytes.
-
-    meet  leave an all-reduce of a few elements in their places
-    """
-
-    def __init__(self, meet: bool = False) -> None:
-        self.meet = meet
-        self.messages: list[int] = []
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        functional = torch.ops._c10d_functional
-        for node in list(graph.nodes):
-            if node.target not in (functional.all_reduce.default, functional.all_reduce_.default):
-                continue
-            partial = node.args[0]
-            value = node.meta["val"]
-            self.messages.append(value.numel() * value.dtype.itemsize)
-            if self.meet:
-                with graph.inserting_before(node):
-                    flat = emit(graph, torch.ops.aten.reshape.default, (partial, [-1]), like=node)
-                    few = emit(graph, torch.ops.aten.slice.Tensor, (flat, 0, 0, MET_ELEMENTS), like=node)
-                    emit(graph, ALL_REDUCE, (few, node.args[2]), like=node)
-            for user in list(node.users):
-                if user.target is functional.wait_tensor.default:
-                    user.replace_all_uses_with(partial)
-                    graph.erase_node(user)
-            node.replace_all_uses_with(partial)
-            graph.erase_node(node)
-        graph.lint()
-
-    def uuid(self) -> None:
-        """Never cached: from a cached graph nothing would be counted."""
-        return None
 
 
 class Decoder:
@@ -121,7 +75,7 @@ def build(ranks: Ranks, args: argparse.Namespace) -> dict[str, Any]:
 
     transformers.logging.set_verbosity_error()
     mesh = init_device_mesh("cuda", (ranks.size,))
-    sizes = {**LLAMA_8B, "vocab_size": args.vocab, "max_position_embeddings": max(8192, args.context)}
+    sizes = {**SIZES["llama-8b"], "vocab_size": args.vocab, "max_position_embeddings": max(8192, args.context)}
     config = families.family_config("llama", num_hidden_layers=args.layers, **sizes)
     models = {}
     for name in ("plain", "applied", "no_comm", *(["met"] if args.profile else [])):
@@ -259,24 +213,15 @@ def one_batch(
             raise RuntimeError("no_comm: its pass found no all-reduce to take out")
         times[LIMIT] = times["no_comm"] + sum(limit_us(message, ranks.size) for message in messages)
     decoders.clear()
-    release(models)
+    let_go(models["applied"])
     return times
-
-
-def release(models: dict[str, Any]) -> None:
-    """CUDA graphs and compiled code of every model: they hold memory, and NCCL calls that keep the group from ending."""
-    tpfuse.remove(models["applied"])
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--vocab", type=int, default=LLAMA_8B["vocab_size"])
+    parser.add_argument("--vocab", type=int, default=VOCABULARY)
     parser.add_argument("--context", type=int, default=256, help="tokens that the cache holds (default: 256)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--profile", action="store_true", help="which kernels a step is made of, in files beside --out")

@@ -14,6 +14,7 @@ import gc
 import math
 import os
 import pathlib
+import platform
 import statistics
 import subprocess
 import sys
@@ -55,6 +56,15 @@ class Ranks:
         if self.rank == 0:
             print(*what, flush=True)
 
+    @property
+    def machine(self) -> str:
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.get_device_name(self.device) if on_gpu else platform.machine()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def maximum(self, numbers: Sequence[float]) -> list[float]:
         """For each number the largest of all ranks', the same on every rank. NaN counts as infinite."""
         tensor = torch.tensor(numbers, dtype=torch.float64, device=self.device).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -62,14 +72,14 @@ class Ranks:
         return tensor.tolist()
 
 
-def launch(run: Callable[[Ranks], int]) -> None:
-    """Make the default group, run, take it down in the order that does not hang. Does not return."""
+def launch(run: Callable[[Ranks], int], without_gpus: bool = False) -> None:
+    """Make the default group, run, take it down in the order that does not hang. Does not return.
+
+    without_gpus  where there is not one for each rank, run on CPU ranks
+    """
     if "RANK" not in os.environ:
         sys.exit(f"start it with: torchrun --nproc-per-node 2 {sys.argv[0]}")
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    device = torch.device("cuda", local_rank)
-    dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S), device_id=device)
+    device = _make_group(without_gpus)
     torch.set_grad_enabled(False)
     config: Any = torch._dynamo.config
     config.recompile_limit, config.accumulated_recompile_limit = 512, 4096  # past them it would run eagerly, and silently
@@ -82,10 +92,21 @@ def launch(run: Callable[[Ranks], int]) -> None:
         os._exit(1)  # an orderly end would wait for ranks that are still in a collective; torchrun ends those
     torch._dynamo.reset()  # CUDA graphs that hold NCCL calls would keep the group from ending
     gc.collect()
-    torch.cuda.synchronize()
+    ranks.synchronize()
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(status)
+
+
+def _make_group(without_gpus: bool) -> torch.device:
+    timeout, local_rank = datetime.timedelta(seconds=GROUP_TIMEOUT_S), int(os.environ["LOCAL_RANK"])
+    if without_gpus and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank)
+    dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    return device
 
 
 class Budget:
@@ -232,7 +253,7 @@ def measure(
     bodies: dict[str, Callable[[int], Any]] = {GEMM_ALONE: gemm}
     for name, run in candidates.items():
         bodies[name] = (lambda turn, run=run: run(gemm(turn))) if residual is None else _chain(gemm, run, residual)
-    times, outputs = (_replayed if captured else _eager)(ranks, bodies, rounds, inner)
+    times, outputs = (_replayed if captured else called_us)(ranks, bodies, rounds, inner)
     alone = times.pop(GEMM_ALONE)
     return {GEMM_ALONE: statistics.median(alone) / inner, **added_us(times, alone, inner)}, outputs
 
@@ -257,14 +278,18 @@ def _replayed(
     return times, {name: last for name, (_, last) in captured.items()}
 
 
-def capture(body: Callable[[int], Any], inner: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture(body: Callable[[int], Any], inner: int, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of so many calls, and the outputs of the last one.
+
+    pool  memory that graphs share: a replay of one then overwrites what another computed
+    """
     for turn in range(WARM_UPS):
         body(turn)
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     last = None
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for turn in range(inner):
             last = body(turn)
     for _ in range(WARM_UPS):
@@ -274,19 +299,20 @@ def capture(body: Callable[[int], Any], inner: int) -> tuple[torch.cuda.CUDAGrap
     return graph, last
 
 
-def _eager(
+def called_us(
     ranks: Ranks, bodies: Mapping[str, Callable], rounds: int, inner: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """As ``replayed_us``, of calls: by the host's clock, to the end of the last of them. And the last outputs."""
     times: dict[str, list[float]] = {name: [] for name in bodies}
     outputs: dict[str, Any] = {}
     for name in (*bodies, *turns(list(bodies), rounds)):
-        torch.cuda.synchronize()
+        ranks.synchronize()
         dist.barrier()
-        torch.cuda.synchronize()
+        ranks.synchronize()
         start = time.perf_counter()
         for turn in range(inner):
             outputs[name] = bodies[name](turn)
-        torch.cuda.synchronize()
+        ranks.synchronize()
         times[name].append(1e6 * (time.perf_counter() - start))
     return slowest_us({name: each[1:] for name, each in times.items()}, ranks.device), outputs  # the first warms up
 
@@ -301,7 +327,7 @@ class Writer:
         self.path = pathlib.Path(path)
         self.common = {
             "world": ranks.size,
-            "gpu": torch.cuda.get_device_name(ranks.device),
+            "gpu": ranks.machine,
             "torch": torch.__version__,
             "commit": commit(),
             "quant": "none",
