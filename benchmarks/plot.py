@@ -1,5 +1,5 @@
-"""Plots of a results file: time over message size, of GEMMs over rows, on log scales, one picture per operation, the limit
-drawn in.
+"""Plots of a results file: time over message size, of GEMMs over rows, on log scales, of stacks of layers as a share of
+plain compile's; one picture per operation, the limit drawn in.
 
     python benchmarks/plot.py benchmarks/results/sweep_all_reduce_rms_norm.csv
 
@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-LIMIT = "limit"
+LIMIT, STACK = "limit", "layer_stack"
 
 
 def plot(path: str | pathlib.Path) -> list[pathlib.Path]:
@@ -51,22 +51,26 @@ def plot(path: str | pathlib.Path) -> list[pathlib.Path]:
 def _panel(row: dict[str, str]) -> str:
     if "m" in row:
         return f"N = {row['n']}, K = {row['k']} on a rank, {row['dtype']}"
+    if row["op"] == STACK:
+        return f"{row['layers']} layers of {row['model']}, {row['style']}, {row['mode']}, {row['dtype']}"
     return f"{row['dtype']}" if row["op"] == "all_reduce" else f"hidden {row['hidden']}, {row['dtype']}"
 
 
 def _draw(axis: Any, panel: str, rows: list[dict[str, str]]) -> None:
+    stack, gemm = rows[0]["op"] == STACK, "m" in rows[0]
+    plain = {row["rows"]: float(row["us"]) for row in rows if stack and row["candidate"] == "plain"}
     for candidate in dict.fromkeys(row["candidate"] for row in rows):
-        points = sorted((_place(row), float(row["us"])) for row in rows if row["candidate"] == candidate)
+        mine = [row for row in rows if row["candidate"] == candidate]
+        points = sorted((_place(row), float(row["us"]) / (plain[row["rows"]] if stack else 1)) for row in mine)
         points = [(x, y) for x, y in points if y > 0]
         style = {"color": "black", "linestyle": "--"} if candidate == LIMIT else {"marker": ".", "linewidth": 1}
         if points:
             axis.plot(*zip(*points, strict=True), label=candidate, **style)
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
+    axis.set_yscale("linear" if stack else "log")
     axis.set_title(panel)
-    gemm = "m" in rows[0]
-    axis.set_xlabel("rows" if gemm else "KiB summed on each rank")
-    axis.set_ylabel("us" if gemm else "us added to a GEMM")
+    axis.set_xlabel("rows" if gemm or stack else "KiB summed on each rank")
+    axis.set_ylabel("of the time of plain torch.compile" if stack else "us" if gemm else "us added to a GEMM")
     axis.grid(True, which="both", alpha=0.3)
     axis.legend(fontsize=7)
 
@@ -75,6 +79,8 @@ def _place(row: dict[str, str]) -> float:
     """On the x axis."""
     if "m" in row:
         return float(row["m"])
+    if row["op"] == STACK:
+        return float(row["rows"])
     return int(row["rows"]) * int(row["hidden"]) * ITEM_BYTES[row["dtype"]] / 1024
 
 

@@ -21,7 +21,7 @@ USAGE = """usage: tpfuse [--version] [--help] demo|tune|bench ...
                                  run benchmarks/NAME.py of a checkout of tpfuse on N GPUs (default: all); 'tpfuse bench'
                                  lists the names, 'tpfuse bench NAME --help' a benchmark's options
 """
-BENCHMARKS = ("sweep_all_reduce_rms_norm", "sweep_all_reduce", "dispatch_regret", "decode", "gemm_overlap")
+BENCHMARKS = ("sweep_all_reduce_rms_norm", "sweep_all_reduce", "dispatch_regret", "decode", "gemm_overlap", "layer_stack")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
