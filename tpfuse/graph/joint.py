@@ -39,10 +39,11 @@ def outputs_of_tangents(graph: Graph) -> dict[Node, Node]:
 
 
 def keep_collectives(graph: Graph) -> None:
-    """Forbid torch to compute ours again in the backward."""
+    """Forbid torch to compute ours again in the backward, as it forbids itself for its own, and their results with them."""
     for node in graph.nodes:
         if _is_ours(node) and node.meta.get(RECOMPUTE) not in AGAIN:
-            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+            for kept in (node, *(user for user in node.users if is_call(user, operator.getitem))):
+                kept.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
 
 
 def drop_copies(graph: Graph) -> None:

@@ -6,6 +6,7 @@ would be without tpfuse.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -50,10 +51,8 @@ WHERE, ORDER = "tpfuse_where", "tpfuse_order"  # places in the model, position i
 SHARDED = "tpfuse_sharded"  # marks a node that computes this rank's rows only
 TAG, BACKWARD = "partitioner_tag", "is_backward"  # torch: which half of a joint graph a node is of
 RECOMPUTE = "recompute"  # torch: what activation checkpointing says about it
-INHERITED = (
-    *("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr"),
-    *(TAG, "autograd_backward", RECOMPUTE, "ac_graph_id", WHERE, ORDER),
-)
+TRAINING = (TAG, "autograd_backward", RECOMPUTE, "ac_graph_id")
+INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", WHERE, ORDER)
 
 
 def is_node(argument: Any) -> bool:
@@ -213,9 +212,9 @@ def emit(
     """
     kwargs = kwargs or {}
     node = graph.call_function(target, args, kwargs)
-    for key in INHERITED:
-        if key in like.meta:
-            node.meta[key] = like.meta[key]
+    # One of several results is computed where all of them are, wherever it is used.
+    for keys, source in ((INHERITED, like), (TRAINING, args[0] if target is operator.getitem else like)):
+        node.meta.update({key: source.meta[key] for key in keys if key in source.meta})
     if fake is not None:
         node.meta["val"] = fake
         return node
