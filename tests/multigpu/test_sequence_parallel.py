@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import tpfuse
 from tpfuse import tables
@@ -64,6 +65,47 @@ def _llama(rank: int) -> dict[str, object]:
         "kernels": {site.kernel for site in fused if site.fusion == "fuse_gemm_comms"},
         "table": str(report),
     }
+
+
+def _gradients(model, ids: torch.Tensor, toward: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of one training step, this rank's parts of them."""
+    model.zero_grad()
+    (model(ids, use_cache=False).logits.float() * toward).mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: (g.to_local() if isinstance(g, DTensor) else g).float() for name, g in gradients.items()}
+
+
+def _training(rank: int) -> dict[str, object]:
+    _choose_ours()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    model = build_sharded(family_config("llama", **sizes), mesh, torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (1, 301), generator=generator).cuda()
+    toward = torch.randn(1, 301, VOCABULARY, generator=generator).cuda()
+    expected = _gradients(model, ids, toward)
+    tpfuse.apply(model, CONFIG, strict=True, fullgraph=True)
+    got = [_gradients(model, ids, toward) for _ in range(2)]
+    tpfuse.check()
+    report = tpfuse.explain(model)
+    fused = [site for site in report.sites if site.outcome == "fused"]
+    return {
+        "error": max(((got[1][name] - g).norm() / g.norm()).item() for name, g in expected.items()),
+        "repeats": all(torch.equal(got[0][name], got[1][name]) for name in expected),
+        "sharded": sum(site.fusion == "enable_sp" for site in fused),
+        "kernels": {site.kernel for site in fused if site.fusion == "fuse_gemm_comms"},
+        "joined": sum(site.fusion == "fuse_gemm_comms" for site in fused),
+        "table": str(report),
+    }
+
+
+@pytest.mark.gpu
+def test_training(tmp_path):
+    """A step of Llama: all-reduces of the forward and the backward sharded, GEMMs of both joined."""
+    for found in spawn(_training, 2, backend="cuda", timeout_s=280, env={"TPFUSE_CACHE_DIR": str(tmp_path)}):
+        assert found["error"] <= LIMIT and found["repeats"], found
+        assert found["sharded"] == 2 * REDUCES + 1 and found["kernels"] == {OWN}, found["table"]
+        assert found["joined"] == 4 * REDUCES + 1, found["table"]
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from tpfuse.kernels.cuda.gemm import Tiling
 
 SIZES = [(5, 64, 72), (300, 520, 264), (2000, 1024, 776)]
 TILINGS = [Tiling(128, 4, lead=1), Tiling(192, 4, cluster=2), Tiling(256, 3), Tiling(256, 3, cluster=2, lead=2, across=3)]
+MORE_K = 136  # of a second product, which is added
 BYTES_OF_PEER = 1200 << 10  # so that the largest of the sizes is done in parts
 LIMIT = 6e-3  # of bf16: a rounding of each partial sum, and of the result
 
@@ -101,6 +102,21 @@ def test_ranks_on_one_device(world, monkeypatch):
         got = torch.cat(_run(spaces, scattered))
         assert _error(got, whole) < LIMIT and not got[m:].any(), (world, m, k, n, cut)
         everywhere = _run(spaces, lambda space, rank: scattered(space, rank, True))
+        assert all(torch.equal(each, got[:m]) for each in everywhere), (world, m, k, n, cut)
+
+        further = [(draw(m, MORE_K), draw(n, MORE_K) * (MORE_K * world) ** -0.5) for _ in range(world)]
+        total = sum(left.double() @ right.double().t() for left, right in (*parts, *further)) + bias.double()
+        whole = torch.nn.functional.pad(total, (0, 0, 0, world * share - m))
+
+        def summed(space, rank, all_rows, parts=parts, further=further, bias=bias, share=share, cut=cut):
+            (left, right), (other, weight) = parts[rank], further[rank]
+            first, second = right.t().contiguous(), weight.t().contiguous()  # as a backward has them
+            arguments = (space, left, first, bias, share, None, None, ([other], [second]))
+            return scatter.matmul_reduce_scatter(*arguments, all_rows=all_rows, cut=cut)
+
+        got = torch.cat(_run(spaces, lambda space, rank: summed(space, rank, False)))
+        assert _error(got, whole) < LIMIT and not got[m:].any(), (world, m, k, n, cut)
+        everywhere = _run(spaces, lambda space, rank: summed(space, rank, True))
         assert all(torch.equal(each, got[:m]) for each in everywhere), (world, m, k, n, cut)
 
         rows = torch.nn.functional.pad(parts[0][0], (0, 0, 0, world * share - m)).view(world, share, k)

@@ -119,6 +119,7 @@ def interpret(modules: list[torch.fx.GraphModule], arguments: list[list[Any]]) -
         if first.op == "output":
             return [torch.fx.map_arg(list(n.args[0]), env.__getitem__) for n, env in zip(nodes, values, strict=True)]
         args = [torch.fx.map_arg(n.args, env.__getitem__) for n, env in zip(nodes, values, strict=True)]
+        kwargs = [torch.fx.map_arg(n.kwargs, env.__getitem__) for n, env in zip(nodes, values, strict=True)]
         if first.op == "placeholder":
             results = [next(given) for given in inputs]
         elif first.op == "get_attr":
@@ -126,9 +127,8 @@ def interpret(modules: list[torch.fx.GraphModule], arguments: list[list[Any]]) -
         elif getattr(first.target, "namespace", "") == "_c10d_functional":
             results = _collective(first.target, args)
         elif first.target in _JOINED:
-            results = _JOINED[first.target](args)
+            results = _JOINED[first.target](args, kwargs)
         else:
-            kwargs = [torch.fx.map_arg(n.kwargs, env.__getitem__) for n, env in zip(nodes, values, strict=True)]
             results = [n.target(*a, **k) for n, a, k in zip(nodes, args, kwargs, strict=True)]
         for node, result, env in zip(nodes, results, values, strict=True):
             env[node] = result
@@ -152,9 +152,18 @@ def _collective(target: Any, args: list[Any]) -> list[Any]:
     return list(total.chunk(len(inputs)))
 
 
-def _scattered(args: list[Any]) -> list[torch.Tensor]:
-    """GEMMs, their sum over ranks, and rows of it: as many for each rank as the call says."""
-    total = sum(product(a[0], a[1], a[4], a[5], a[6]) for a in args)
+def _total(args: list[Any], kwargs: list[Any]) -> torch.Tensor:
+    """GEMMs, one or several of each rank, and their sum over ranks."""
+    total = torch.stack([product(a[0], a[1], a[4], a[5], a[6]) for a in args]).sum(0)
+    for more in kwargs:
+        for input, weight in zip(more.get("more_inputs", ()), more.get("more_weights", ()), strict=True):
+            total = total + input @ weight
+    return total
+
+
+def _scattered(args: list[Any], kwargs: list[Any]) -> list[torch.Tensor]:
+    """Rows of a sum: as many for each rank as the call says."""
+    total = _total(args, kwargs)
     share = args[0][8]
     padded = total.new_zeros(share * len(args), total.shape[1])
     padded[: total.shape[0]] = total
@@ -162,7 +171,7 @@ def _scattered(args: list[Any]) -> list[torch.Tensor]:
     return list(padded.chunk(len(args)))
 
 
-def _gathered(args: list[Any]) -> list[list[torch.Tensor]]:
+def _gathered(args: list[Any], kwargs: list[Any]) -> list[list[torch.Tensor]]:
     """GEMMs of all ranks' rows."""
     rows = args[0][3]
     whole = torch.cat([a[0] for a in args])[:rows]
@@ -175,8 +184,8 @@ def _gathered(args: list[Any]) -> list[list[torch.Tensor]]:
     return results
 
 
-def _reduced(args: list[Any]) -> list[torch.Tensor]:
-    total = sum(product(a[0], a[1], a[4], a[5], a[6]) for a in args)
+def _reduced(args: list[Any], kwargs: list[Any]) -> list[torch.Tensor]:
+    total = _total(args, kwargs)
     return [total.clone() for _ in args]
 
 

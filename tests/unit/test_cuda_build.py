@@ -20,7 +20,7 @@ from tpfuse.kernels.cuda.gemm import Tiling
 pytest.importorskip("cuda.core")
 SMALL, LARGE = Tiling(128, 5), Tiling(256, 3, cluster=2)
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-OPTIONS = scatter.options(2, BF16, BF16, SMALL, False)
+OPTIONS = scatter.options(2, 1, BF16, BF16, SMALL, False)
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def test_they_compile(world):
         matrices = 1 if world == 2 else world - 1 if world < 8 else gather.MOST_MATRICES
         kinds = (dtype, BF16 if dtype == FP8 else dtype, cut, rows)
         for files, options in (
-            (scatter.FILES, scatter.options(world, *kinds)),
-            (scatter.FILES, scatter.options(world, *kinds, all_rows=True)),
+            (scatter.FILES, scatter.options(world, matrices, *kinds)),
+            (scatter.FILES, scatter.options(world, matrices, *kinds, all_rows=True)),
             (gather.FILES, gather.options(world, matrices, *kinds)),
         ):
             if cut is LARGE and dtype == FP16:
@@ -78,7 +78,7 @@ def test_kept_and_found_again(cache, monkeypatch):
 
 def test_other_options_are_another_file(cache):
     for arch, stages in (("sm_90a", 4), ("sm_90a", 5), ("sm_100a", 5)):
-        options = scatter.options(2, BF16, BF16, Tiling(128, stages), False)
+        options = scatter.options(2, 1, BF16, BF16, Tiling(128, stages), False)
         try:
             build.compiled(scatter.FILES, options, arch)
         except BuildError:
@@ -108,11 +108,12 @@ def test_what_does_not_compile_is_told():
 def test_structures_as_the_kernels_have_them():
     """Tensor maps first, on their boundaries; then addresses; then numbers."""
     for world, peers in ((2, 1), (8, 7)):
-        kind = scatter.parameters(world)
-        assert kind.sent.offset == 6 * 128 and kind.peer_flags.offset == (6 + 2 * peers) * 128
-        assert kind.flags.offset == kind.peer_flags.offset + 16 * peers
-        assert kind.rows.offset == kind.flags.offset + 5 * 8 + 2 * 16 and kind.tag.offset == kind.rows.offset + 13 * 4
         for matrices in (1, 3):
+            kind, maps = scatter.parameters(world, matrices), 2 * matrices + 4
+            assert kind.sent.offset == maps * 128 and kind.peer_flags.offset == (maps + 2 * peers) * 128
+            assert kind.flags.offset == kind.peer_flags.offset + 16 * peers
+            assert kind.inner.offset == kind.flags.offset + 5 * 8 + 2 * 16
+            assert kind.rows.offset == kind.inner.offset + 4 * matrices and kind.tag.offset == kind.rows.offset + 12 * 4
             kind = gather.parameters(world, matrices)
             assert kind.sent.offset == 3 * 128 and kind.peer_counts.offset == (3 + peers + 2 * matrices) * 128
             assert kind.bias.offset == kind.peer_counts.offset + 16 * peers + 4 * 8

@@ -82,6 +82,51 @@ def test_one_gather_for_several_gemms():
     assert len(gathered.args[1]) == 4 and gathered.args[8], "the sum over rows reads them all"
 
 
+@pytest.mark.parametrize(("shape", "size"), [((8, D), 2), ((2, 3, D), 2), ((7, D), 3)], ids=str)
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_sum_of_gemms(shape, size, count):
+    """The gradient of what several column-parallel layers read: one operation for all of them."""
+
+    def total(h, m):
+        parts = [partial(h, m[i], m[i + 1]) for i in range(0, 2 * count, 2)]
+        return sum(parts[1:], parts[0])
+
+    def sharded(h, w, *m):
+        return norm(h + all_reduce(total(h, m)), w) @ m[0]
+
+    def whole(h, w, *m):
+        return all_reduce(total(h, m))
+
+    for function, counts, config in ((sharded, (1, 1, 0), BOTH), (whole, (0, 0, 1), GEMMS)):
+        run = join(function, inputs(count, *shape), counts, size, config)
+        (joined,) = (n for n in run.nodes if n.target in (ranks.SCATTERED, ranks.REDUCED))
+        assert len(joined.kwargs["more_inputs"]) == len(joined.kwargs["more_weights"]) == count - 1
+        assert torch.ops.aten.add.Tensor not in {n.target for n in run.nodes[: run.nodes.index(joined)]}
+
+
+def test_sums_that_are_no_sum_of_gemms():
+    """Of a GEMM and something else, of one GEMM and itself, of one that something else reads."""
+
+    def with_other(h, w, a, b):
+        return all_reduce(partial(h, a, b) + torch.relu(h))
+
+    def with_itself(h, w, a, b):
+        y = partial(h, a, b)
+        return all_reduce(y + y)
+
+    def read_elsewhere(h, w, a, b, c, d):
+        y = partial(h, a, b)
+        return all_reduce(y + partial(h, c, d)), y.sum()
+
+    for function, make, reason in (
+        (with_other, inputs(1, 6, D), "comes from relu"),
+        (with_itself, inputs(1, 6, D), "comes from add"),
+        (read_elsewhere, inputs(2, 6, D), "comes from add"),
+    ):
+        run = join(function, make, (0, 0, 0), left=(0, 0, 1))
+        assert any(reason in told for told in why(run)), why(run)
+
+
 def test_without_sharding_only_all_reduces():
     def function(h, w, a, b):
         return all_reduce(partial(h, a, b)), norm(h, w)

@@ -145,6 +145,10 @@ REFUSALS = [
     (OWN, problem(dtype=FP8, out_dtype=BF16, inner=K + 8), f"K = {K + 8} must be a multiple of 16, N = {N} of 8"),
     (OWN, problem(wire_dtype=torch.float32), "partial sums in torch.float32"),
     (OWN, problem(ALL_GATHER_MATMUL, widths=(128,) * 5), "more than 4 weights"),
+    (OWN, problem(inners=(64,) * 5), "a sum of more than 4 products"),
+    (OWN, problem(inners=(K - 4, 4)), f"K = {K - 4} must be a multiple of 8, N = {N} of 8"),
+    (OWN, problem(dtype=FP8, out_dtype=BF16, inners=(128, 128)), "a sum of products that have scales"),
+    (SYMM_MEM, problem(inners=(128, 128)), "a sum of products"),
     (OWN, problem(dtype=torch.float32), "dtype torch.float32, torch.float32"),
     (OWN, problem(ALL_GATHER_MATMUL, widths=(N, N), dtype=torch.float32), f"dtype {', '.join(['torch.float32'] * 3)}"),
     (OWN, problem(widths=(N + 4,)), f"K = {K} must be a multiple of 8, N = {N + 4} of 8"),
@@ -444,11 +448,26 @@ def test_the_own_all_reduce(own, world, share):
     assert call(x=x[:511]) == "composed" and not own.calls
     assert call() == call(OWN) == "matmul_reduce_scatter"
     always = {"workspace": own.of.arena.workspace, "input": x, "weight": w, "bias": bias, "share": share, "all_rows": True}
+    always["more"] = matmul.NO_MORE
     by_choice, by_name = own.calls
     cut = Tiling(columns=128, stages=6, lead=None, pace=0.5)
     assert same(by_choice, **always, scales=None, out_dtype=None, cut=cut)
     assert same(by_name, **always, scales=None, out_dtype=None, cut=None)  # the kernel's own rule
     assert call(OWN, x[:1]) == "matmul_reduce_scatter" and own.calls[-1]["share"] == 1  # others have only padding
+
+
+@pytest.mark.parametrize("op", [MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE])
+def test_sums_of_products_reach_our_kernels(own, op):
+    """Chosen by K of all of them together, and each of them given."""
+    own.of = by_table((1, TILED), op=op, size=(N, K + 64))
+    x, y, w, v = (torch.empty(shape, dtype=BF16) for shape in ((1024, K), (1024, 64), (K, N), (64, N)))
+    if op == MATMUL_REDUCE_SCATTER:
+        result = matmul.matmul_reduce_scatter(None, "0", x, w, None, None, None, None, 512, ([y], [v]))
+    else:
+        result = matmul.matmul_all_reduce(None, "0", x, w, None, None, None, None, lambda: "composed", ([y], [v]))
+    (call,) = own.calls
+    assert result == "matmul_reduce_scatter" and call["input"] is x and call["weight"] is w and call["share"] == 512
+    assert call["more"][0][0] is y and call["more"][1][0] is v
 
 
 @pytest.mark.parametrize("kernel", [None, OWN])
@@ -480,6 +499,7 @@ def test_scales_reach_our_kernels(own, op, by_row, kernel):
         else:
             result = matmul.matmul_all_reduce(kernel, "0", x, ws[0], biases[0], scales, BF16, None, lambda: "composed")
         always |= {"weight": ws[0], "bias": biases[0], "share": share, "all_rows": op == MATMUL_ALL_REDUCE}
+        always["more"] = matmul.NO_MORE
         assert same(*own.calls, **always, scales=scales)
     assert result == (op if op == ALL_GATHER_MATMUL else MATMUL_REDUCE_SCATTER)  # the kernel that an all-reduce shares
 

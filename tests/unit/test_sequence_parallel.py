@@ -129,6 +129,28 @@ def test_a_wider_copy_is_gathered_narrow():
     assert run.counts == (1, 1, 0)
 
 
+@pytest.mark.parametrize(("shape", "size"), [((8, D), 2), ((5, D), 2), ((1, D), 3), ((2, 3, D), 4)], ids=str)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_sums_over_rows(shape, size, gathered):
+    """As gradients of norms' weights are: each rank sums its own rows, and none of those that only fill up its share.
+
+    What is gathered for others is summed as it is.
+    """
+    leading = tuple(range(len(shape) - 1))
+
+    def function(h, w, a, b):
+        y = torch.exp(all_reduce(partial(h, a, b)))  # not zero where there is no row
+        n = norm(y, w)
+        return (n if gathered else y * w).sum(leading, keepdim=True), n @ a
+
+    plain, ours = (ranks.run(function, inputs(1, *shape), size, config) for config in (OFF, ON))
+    assert ours.counts == (1, 1, 0 if gathered else 1) and not ours.left
+    assert all(n.meta["val"].shape == (D,) for n in ours.nodes if n.target is ALL_REDUCE), "of a vector"
+    for found, expected in zip(ours.outputs, plain.outputs, strict=True):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_post_norm(rows):
     """Gemma: the sum is normalised before it is added."""

@@ -28,8 +28,9 @@ from tpfuse.report import Recorder
 from tpfuse.tokens import MOST_ROWS
 from tpfuse.version import __version__
 
-#: Inductor's option for a pass over joint graphs.
-_JOINT = "joint_custom_post_pass"
+#: Inductor's option for a pass before its own: these pad GEMMs by what they measure, on each rank for itself.
+_FIRST_PASS = "joint_custom_pre_pass"
+_REWRITTEN = "tpfuse_rewritten"
 
 
 class TpfuseBackend:
@@ -74,7 +75,7 @@ class TpfuseBackend:
 
         config: Any = torch.compiler.config  # it installs its methods at run time
         tag = f"{config.cache_key_tag}|tpfuse {__version__}"
-        patches = {**self.inductor.config, _JOINT: _JointPass(self, self.inductor.config.get(_JOINT))}
+        patches = {**self.inductor.config, _FIRST_PASS: _FirstPass(self, self.inductor.config.get(_FIRST_PASS))}
         with (
             functorch_config.patch(enable_autograd_cache=False, bundled_autograd_cache=False),
             config.patch(cache_key_tag=tag),
@@ -84,10 +85,10 @@ class TpfuseBackend:
     def _inner_compile(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx_inner
 
-        if kwargs.get("is_inference"):
-            self.rewrite(module)
-        else:  # half of what ``rewrite`` has seen as a whole
+        if not kwargs.get("is_inference"):  # half of what ``rewrite`` has seen as a whole
             pipeline.finish(module, kwargs.get("is_backward", False))
+        elif not module.meta.get(_REWRITTEN):
+            self.rewrite(module)
         return (type(self).codegen or compile_fx_inner)(module, example_inputs, **kwargs)
 
     def rewrite(self, module: torch.fx.GraphModule) -> None:
@@ -137,10 +138,11 @@ class TpfuseBackend:
         self.inductor.reset()
 
 
-class _JointPass(CustomGraphPass):
-    """Our passes over the joint graph of a training step, after the user's own pass.
+class _FirstPass(CustomGraphPass):
+    """Our passes over a graph of inference, or the joint graph of a training step, after the user's own pass.
 
-    What they do is in the graphs that Inductor compiles, and thus in its cache's key: the identifier says no more.
+    Not over graphs within it: of what is given to those, nothing is known. What our passes do is in the graphs that
+    Inductor compiles, and thus in its cache's key: the identifier says no more.
     """
 
     def __init__(self, backend: TpfuseBackend, users: Any) -> None:
@@ -149,8 +151,13 @@ class _JointPass(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self._users is not None:
             self._users(graph)
-        if joint.is_joint(graph) and graph.owning_module is not None:
-            self._backend.rewrite(graph.owning_module)
+        from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+        module = graph.owning_module
+        if module is not None and any(node.op == "placeholder" and "desc" in node.meta for node in graph.nodes):
+            remove_noop_ops(graph)  # as Inductor does next: collectives in place leave copies
+            self._backend.rewrite(module)
+            module.meta[_REWRITTEN] = True
 
     def uuid(self) -> Any:
         users = self._users

@@ -113,7 +113,8 @@ def _row_parallel(
     inners = tuple(each.shape[1] for each in inputs)
     wire = None if wire_dtype == (out_dtype or input.dtype) else wire_dtype
     dtypes = tuple(each.dtype for pair in zip(inputs, weights, strict=True) for each in pair)
-    return MatmulProblem(op, input.shape[0], (weight.shape[1],), sum(inners), dtypes, share, out_dtype, wire, inners)
+    facts = (sum(inners), dtypes, share, out_dtype, wire, inners if len(inners) > 1 else ())
+    return MatmulProblem(op, input.shape[0], (weight.shape[1],), *facts)
 
 
 def _run(problem: MatmulProblem, kernel: str | None, group: str, *arguments: Any) -> Any:
