@@ -297,7 +297,7 @@ def test_two_row_counts():
         last = norm(last + all_reduce(partial(last, c, d)), w)
         return last @ a
 
-    shard(function, inputs(2, 6, D), counts=(1, 1, 1), left=1)
+    shard(function, inputs(2, 6, D), counts=(2, 2, 0))
 
 
 def test_two_groups_of_which_one_is_another():

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tpfuse.comm import agreement, groups
 from tpfuse.config import DISABLE_VARIABLE, FusionConfig, Resolved, is_disabled
 from tpfuse.errors import ConfigError
 from tpfuse.graph import joint, pipeline
-from tpfuse.graph.context import FUSION, GEMM_COMMS, Context
+from tpfuse.graph.context import FUSION, GEMM_COMMS, SEQUENCE_PARALLEL, Context
 from tpfuse.graph.places import Places
+from tpfuse.graph.replicated import weights
 from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import Wish
 from tpfuse.report import Recorder
@@ -68,6 +70,7 @@ class TpfuseBackend:
         self.places = Places(model)
         self.config, self.rows = config or FusionConfig(), rows
         self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        self._inputs: list[Any] = []  # of the graph that is being compiled, where known
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from torch._functorch import config as functorch_config
@@ -75,6 +78,9 @@ class TpfuseBackend:
 
         config: Any = torch.compiler.config  # it installs its methods at run time
         tag = f"{config.cache_key_tag}|tpfuse {__version__}"
+        self._inputs = [
+            getattr(node.meta.get("grapharg"), "example", None) for node in module.graph.find_nodes(op="placeholder")
+        ]
         patches = {**self.inductor.config, _FIRST_PASS: _FirstPass(self, self.inductor.config.get(_FIRST_PASS))}
         with (
             functorch_config.patch(enable_autograd_cache=False, bundled_autograd_cache=False),
@@ -102,8 +108,14 @@ class TpfuseBackend:
         megabytes = self.config.fi_allreduce_fusion_max_size_mb
         wish = Wish(self.config.allreduce_rms_kernel, None if megabytes is None else int(megabytes * 2**20))
         fewest = self.config.sp_min_token_num
+        replicated = {}
+        if self.fusions[SEQUENCE_PARALLEL].on and all(answers):
+            with _disable_current_modes():
+                replicated = {name: weights(module.graph, self._inputs, name) for name in names}
         variant = f"{self.variant}, training" if joint.is_joint(module.graph) else self.variant
-        context = Context(self.fusions, self.recorder, variant, self.places, all(answers), wish, self.rows, fewest)
+        context = Context(
+            self.fusions, self.recorder, variant, self.places, all(answers), wish, self.rows, fewest, replicated
+        )
         pipeline.run(module, context)
         self.recorder.graphs += 1
         self.recorder.pass_seconds += time.perf_counter() - start

@@ -30,6 +30,7 @@ class Context:
     ranks_alike  whether the ranks of its groups have the same graph: else only what changes no collective may be done
     rows         the fewest and the most rows of a call
     sp_min_rows  rows from which they may be sharded; None: any number
+    replicated   by group: inputs of the graph that are known to be weights which all its ranks have alike
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class Context:
         wish: Wish = ANY,
         rows: tuple[int, int] = (1, MOST_ROWS),
         sp_min_rows: int | None = None,
+        replicated: Mapping[str, set[Node]] | None = None,
     ) -> None:
         self.fusions = fusions
         self.ranks_alike = ranks_alike
         self.wish, self.rows, self.sp_min_rows = wish, rows, sp_min_rows
+        self.replicated = replicated or {}
         self.variant = variant
         self.rewrites = 0
         self.look_alikes: dict[Node, tuple[str, str]] = {}  # what a look-alike normalises -> (op, reason)

@@ -76,8 +76,8 @@ REDUCTIONS = {
     aten.var.correction,
     aten.var_mean.correction,
 }
-#: Besides what torch tags as pointwise: alike on all ranks if their inputs are.
-_DETERMINISTIC = {
+#: Besides what torch tags as pointwise: alike on all ranks if their inputs are, also where these are only taken to be.
+_PLAIN = {
     *VIEWS,
     *COPIES,
     *REDUCTIONS,
@@ -87,8 +87,10 @@ _DETERMINISTIC = {
     aten.permute.default,
     aten.embedding.default,
     aten.full.default,
+    aten.scalar_tensor.default,
     aten.arange.start_step,
     aten.cumsum.default,
+    aten.any.dim,
     prims.iota.default,
 }
 
@@ -118,10 +120,13 @@ def count(node: Node) -> Any:
     return total
 
 
-def find(graph: Graph, reduces: list[Node], group: str) -> Rows:
-    """The rows of these all-reduces, which have equally many, and all that is row-wise in them."""
+def find(graph: Graph, reduces: list[Node], group: str, replicated: set[Node]) -> Rows:
+    """The rows of these all-reduces, which have equally many, and all that is row-wise in them.
+
+    replicated  inputs of the graph that are known to be weights which the group's ranks have alike
+    """
     rows = Rows(count(reduces[0]), group)
-    alike = _alike(graph, group)
+    alike = _alike(graph, group, replicated)
     for node in graph.nodes:
         if node in reduces:
             rows.members[node] = node
@@ -220,22 +225,29 @@ def _argument(node: Node, name: str) -> Any:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
 
 
-def _alike(graph: Graph, group: str) -> set[Node]:
+def _alike(graph: Graph, group: str, replicated: set[Node]) -> set[Node]:
     """Nodes whose value is the same on every rank of the group, as far as the graph tells.
 
     Inputs of the graph are taken to be: that is what a residual, a bias and a norm's weight are in any tensor-parallel
-    model, and what ``all_reduce_rms_norm`` requires of them. Weights of GEMMs are sharded, and so is what comes out of one.
-    The gradient of an output is alike where the output is.
+    model, and what ``all_reduce_rms_norm`` requires of them. Not where a GEMM reads them, or what else is not plain: their
+    weights are sharded, but for those that are known to be replicated. The gradient of an output is alike where the output
+    is. Values of one operation on two ranks may differ by roundings.
     """
     alike: set[Node] = set()
+    assumed: set[Node] = set()  # inputs, and what is made of them alone
     outputs = joint.outputs_of_tangents(graph)
     for node in sorted(graph.nodes, key=is_backward):  # all of the forward first
         if node in outputs:
             known = outputs[node] in alike
         elif node.op == "call_function" and not _is_result_of_all(node, group):
-            known = _is_deterministic(node.target) and all(s in alike or _is_size(s) for s in node.all_input_nodes)
+            sources = [source for source in node.all_input_nodes if not _is_size(source)]
+            known = alike.issuperset(sources) and (_is_plain(node) or (_is_pure(node) and assumed.isdisjoint(sources)))
+            if sources and assumed.issuperset(sources):
+                assumed.add(node)
         else:
             known = node.op != "output"
+            if node.op == "placeholder" and node not in replicated:
+                assumed.add(node)
         if known:
             alike.add(node)
     return alike
@@ -256,9 +268,14 @@ def _is_size(node: Node) -> bool:
     return isinstance(value(node), (int, torch.SymInt))
 
 
-def _is_deterministic(target: Any) -> bool:
-    if target in _DETERMINISTIC:
-        return True
-    tags = getattr(target, "tags", ())
-    known = getattr(target, "namespace", "") in ("aten", "prims")
-    return known and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+def _is_plain(node: Node) -> bool:
+    return node.target in _PLAIN or (_is_pure(node) and torch.Tag.pointwise in node.target.tags)
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether the same inputs give the same values, on another rank too."""
+    if getattr(node.target, "namespace", "") not in ("aten", "prims") or node.target._schema.is_mutable:
+        return False
+    if node.target.__name__.startswith("_scaled_dot_product"):  # random by its tag
+        return not _argument(node, "dropout_p")
+    return torch.Tag.nondeterministic_seeded not in node.target.tags and "inductor_" not in node.target.__name__

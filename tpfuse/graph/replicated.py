@@ -1,0 +1,74 @@
+"""Weights that every rank of a group has alike: a graph alone does not tell them from shards of one.
+
+A DTensor says what it is. In a model that shards by DTensors over the group, a plain parameter is replicated by convention
+(Hugging Face's router, DeepSeek's attention); whether it is, the ranks' bits show. In a model without DTensors nothing is
+known: equal bits may be shards that were made from one seed, and get other values later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph
+
+from tpfuse.comm import agreement, groups
+from tpfuse.graph.nodes import Node
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def weights(graph: Graph, inputs: Sequence[Any], group_name: str) -> set[Node]:
+    """Inputs of the graph that are replicated weights. Collective in the group, whose ranks have the same graph.
+
+    inputs  the tensors that the graph is compiled for, by the number that torch gives its inputs
+    """
+    if not any(isinstance(each, DTensor) and _sharded(each, group_name) for each in inputs):
+        return set()
+    known, asked = set(), {}
+    for node in graph.nodes:
+        given = _given(node, inputs)
+        if isinstance(given, DTensor):
+            if _over(given, group_name) and not _sharded(given, group_name):
+                known.add(node)
+        elif isinstance(given, torch.nn.Parameter) and given.dim() > 1:
+            asked[node] = given
+    bits = {str(number): _bits(tensor) for number, tensor in enumerate(asked.values())}
+    everybody = agreement.exchange(groups.resolve(group_name), "comparing weights", bits)
+    same = [len({each.get(name) for each in everybody}) == 1 for name in bits]
+    return known | {node for node, equal in zip(asked, same, strict=True) if equal}
+
+
+def _given(node: Node, inputs: Sequence[Any]) -> Any:
+    """The tensor that an input of the graph is, or is the local part of."""
+    found: Any = node.meta.get("desc") if node.op == "placeholder" else None
+    while hasattr(found, "base"):
+        found = found.base
+    number = getattr(found, "idx", None)
+    return inputs[number] if isinstance(number, int) and number < len(inputs) else None
+
+
+def _over(tensor: DTensor, group_name: str) -> list[Any]:
+    """Its placements over the group."""
+    mesh = tensor.device_mesh
+    pairs = ((mesh.get_group(dim), placement) for dim, placement in enumerate(tensor.placements))
+    return [
+        placement for group, placement in pairs if isinstance(group, dist.ProcessGroup) and group.group_name == group_name
+    ]
+
+
+def _sharded(tensor: DTensor, group_name: str) -> bool:
+    return any(not placement.is_replicate() for placement in _over(tensor, group_name))
+
+
+def _bits(tensor: torch.Tensor) -> str:
+    """Sums over rows and over columns, weighted by where they stand: alike for the same bits, hardly for others."""
+    numbers = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten(0, -2)
+    sums = []
+    for dim in (0, 1):
+        total = numbers.sum(dim, dtype=torch.int64)
+        sums.append((total * torch.arange(1, total.numel() + 1, device=total.device)).sum())
+    return f"{tensor.dtype} {list(tensor.shape)} {torch.stack(sums).tolist()}"
