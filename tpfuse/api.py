@@ -47,9 +47,10 @@ def apply(
     compile_options  as for ``torch.compile``: mode, options, dynamic, fullgraph
     returns  the same model
 
-    Collective: every rank of the model's groups calls it, with the same arguments. Calls with gradients on run the model
-    as it is. Applying again with the same arguments changes nothing; with others, they take the place of the first.
-    ``TPFUSE_DISABLE=1`` in the environment (of every rank) turns everything off.
+    Collective: every rank of the model's groups calls it, with the same arguments. With gradients on, forward and backward
+    are fused together; a model of DTensors then has a graph for each shape, unless ``dynamic`` is given. Applying again
+    with the same arguments changes nothing; with others, they take the place of the first. ``TPFUSE_DISABLE=1`` in the
+    environment (of every rank) turns everything off.
 
     Raises ConfigError: bad configuration, a field asked for by name that this version, machine or model cannot honour,
     or an unsupported torch.

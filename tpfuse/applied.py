@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tpfuse import tokens
 from tpfuse.comm import agreement, arena, groups
@@ -66,8 +67,8 @@ class Request:
 class AppliedModel:
     """Takes every call of the model. ``model._compiled_call_impl`` is where nn.Module looks for it.
 
-    One callable is compiled per range of row counts and set of compile options, when a call first needs it. Each has a
-    code object of its own, so that Dynamo's caches and recompile limits do not mix.
+    One callable is compiled per range of row counts, for inference and for training, and per set of compile options, when a
+    call first needs it. Each has a code object of its own, so that Dynamo's caches and recompile limits do not mix.
     """
 
     def __init__(self, model: torch.nn.Module, request: Request) -> None:
@@ -75,7 +76,7 @@ class AppliedModel:
         self.recorder = Recorder(request.fusions)
         self.previous_call = model._compiled_call_impl
         self._alike: dict[str, bool] = {}  # by group, once its ranks have been asked
-        self._callables: dict[tuple[int, str], Callable] = {}
+        self._callables: dict[tuple[int, bool, str], Callable] = {}
         self._boundaries = request.config.row_boundaries(request.fusions)
         self._checked_strictly = not request.strict
         self._paused = ""  # why calls run the model as it is
@@ -128,7 +129,7 @@ class AppliedModel:
         if self._boundaries:
             rows = tokens.count_tokens(self.model.forward, args, kwargs, self.request.config.token_count_from)
             index = bisect.bisect_right(self._boundaries, rows)
-        key = (index, compile_options.key)
+        key = (index, torch.is_grad_enabled(), compile_options.key)
         compiled = self._callables.get(key)
         if compiled is None:
             compiled = self._callables[key] = self._compile(index, compile_options)
@@ -145,9 +146,11 @@ class AppliedModel:
         return result
 
     def _compile(self, index: int, compile_options: CompileOptions) -> Callable:
-        """The model compiled for the index-th range of row counts."""
+        """The model compiled for the index-th range of row counts; with gradients on, for training."""
         for_backend = {"mode", "options", "dynamic"}
-        values = compile_options.values
+        values = dict(compile_options.values)
+        if torch.is_grad_enabled() and any(isinstance(p, DTensor) for p in self.model.parameters()):
+            values.setdefault("dynamic", False)  # torch (2.11 to 2.13) fails to compile their backward for varying lengths
         backend = TpfuseBackend(
             self.request.fusions,
             self.recorder,
