@@ -47,10 +47,11 @@ class Report:
     """Result of ``tpfuse.explain``.
 
     sites         every all-reduce of the model, and every norm that stayed as it was, in order of first appearance
-    notes         what holds for the whole model: no tensor-parallel group, gradients on, fusions that are off
+    notes         what holds for the whole model: no tensor-parallel group, fusions that are off
     fusions       per field of FusionConfig: on or off, and why
     graphs        graphs seen so far (recompilations and graph breaks included)
     pass_seconds  time spent in tpfuse's passes over all those graphs
+    compile_seconds  by variant: time in the compiler behind Dynamo, the passes included
     """
 
     sites: tuple[Site, ...]
@@ -58,6 +59,7 @@ class Report:
     fusions: Mapping[str, Resolved]
     graphs: int
     pass_seconds: float
+    compile_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def count(self, fusion: str, outcome: Outcome = "fused") -> int:
         """Distinct places of the model with that outcome, however often they were compiled."""
@@ -65,7 +67,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in it, as JSON can write it."""
-        return dataclasses.asdict(dataclasses.replace(self, fusions=dict(self.fusions)))
+        return dataclasses.asdict(
+            dataclasses.replace(self, fusions=dict(self.fusions), compile_seconds=dict(self.compile_seconds))
+        )
 
     def to_json(self, indent: int | None = 2) -> str:
         """``to_dict`` as a JSON text."""
@@ -82,6 +86,7 @@ class Recorder:
         self.fusions = dict(fusions)
         self.graphs = 0
         self.pass_seconds = 0.0
+        self.compile_seconds: dict[str, float] = {}
         self._sites: dict[Site, None] = {}
         self._notes: dict[str, None] = {}
 
@@ -92,7 +97,8 @@ class Recorder:
         self._notes.setdefault(text)
 
     def report(self) -> Report:
-        return Report(tuple(self._sites), tuple(self._notes), dict(self.fusions), self.graphs, self.pass_seconds)
+        seconds = self.pass_seconds, dict(self.compile_seconds)
+        return Report(tuple(self._sites), tuple(self._notes), dict(self.fusions), self.graphs, *seconds)
 
 
 def _outcomes(report: Report) -> dict[str, set[str]]:
@@ -126,6 +132,9 @@ def _table(report: Report) -> list[str]:
         f", {mixed} only in some graphs" if mixed else ""
     )
     compiled = f"{report.graphs} graph(s), {report.pass_seconds:.2f} s in tpfuse's passes"
+    if len(report.compile_seconds) > 1:
+        each = (f"{name} {seconds:.1f} s" for name, seconds in report.compile_seconds.items())
+        compiled += f"; compiled: {', '.join(each)}"
     off: dict[str, list[str]] = {}
     for name, fusion in report.fusions.items():
         if not fusion.on:

@@ -130,13 +130,14 @@ def _stack(rank: int) -> dict[str, object]:
         if site.outcome == "fused":
             fused.setdefault(site.variant, {}).setdefault(f"{site.fusion} {site.op}", 0)
             fused[site.variant][f"{site.fusion} {site.op}"] += 1
-    return {"error": max(errors), "fused": fused}
+    return {"error": max(errors), "fused": fused, "seconds": report.compile_seconds}
 
 
 def test_few_and_many_rows():
     """Two variants, picked by the call: all-reduces with their norms below six rows, else sharded rows and joined GEMMs."""
     for found in spawn(_stack, 2, timeout_s=120):
         assert found["error"] < 1e-4, found
+        assert found["seconds"].keys() == {"rows<6", "rows>=6"} and min(found["seconds"].values()) > 0
         few, many = found["fused"]["rows<6"], found["fused"]["rows>=6"]
         assert few == {"fuse_allreduce_rms all_reduce": 2}
         assert many["enable_sp all_reduce"] == 2 and many["fuse_gemm_comms reduce_scatter"] == 2, many

@@ -99,6 +99,7 @@ def test_json_round_trip():
         fusions={name: Resolved(**f) for name, f in data["fusions"].items()},
         graphs=data["graphs"],
         pass_seconds=data["pass_seconds"],
+        compile_seconds=data["compile_seconds"],
     )
     assert again == report and str(again) == str(report)
     assert set(data["sites"][0]) == {"fusion", "outcome", "reason", "where", "op", "group", "kernel", "variant"}
@@ -123,8 +124,9 @@ def test_table():
         made.site(site(f"model.layers.{layer}.mlp", kernel="reference"))
     made.site(site("model.embed_tokens", "skipped", "no norm follows: it goes to mm"))
     made.site(site("model.norm", "skipped", "no all-reduce reaches this norm", op="rms_norm", group=""))
-    made.note("gradients are on")
+    made.note("a group has one rank")
     made.graphs, made.pass_seconds = 2, 1.234
+    made.compile_seconds = {"rows<64": 3.14, "rows>=64": 15.9}
     text = str(made.report())
     lines = text.splitlines()
     assert lines[0].split() == ["where", "op", "outcome", "kernel", "or", "reason", "group", "rows", "sites"]
@@ -148,7 +150,8 @@ def test_table():
     ]
     assert "into model.layers.*.mlp" in rows["model.layers.*.mlp.shared"]
     assert "all-reduces: 24 fused, 12 merged, 1 left; 2 graph(s), 1.23 s" in text
-    assert "gradients are on" in text
+    assert text.count("; compiled: rows<64 3.1 s, rows>=64 15.9 s") == 1
+    assert "a group has one rank" in text
     assert "enable_sp=False: enable_sp" in text and "not in this version: fuse_norm_quant" in text
 
 

@@ -70,6 +70,7 @@ class TpfuseBackend:
         self.places = Places(model)
         self.config, self.rows = config or FusionConfig(), rows
         self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        self._compiling = variant  # with what the graph is for
         self._inputs: list[Any] = []  # of the graph that is being compiled, where known
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -82,11 +83,17 @@ class TpfuseBackend:
             getattr(node.meta.get("grapharg"), "example", None) for node in module.graph.find_nodes(op="placeholder")
         ]
         patches = {**self.inductor.config, _FIRST_PASS: _FirstPass(self, self.inductor.config.get(_FIRST_PASS))}
-        with (
-            functorch_config.patch(enable_autograd_cache=False, bundled_autograd_cache=False),
-            config.patch(cache_key_tag=tag),
-        ):
-            return compile_fx(module, example_inputs, inner_compile=self._inner_compile, config_patches=patches)
+        start, self._compiling = time.perf_counter(), self.variant
+        try:
+            with (
+                functorch_config.patch(enable_autograd_cache=False, bundled_autograd_cache=False),
+                config.patch(cache_key_tag=tag),
+            ):
+                return compile_fx(module, example_inputs, inner_compile=self._inner_compile, config_patches=patches)
+        finally:
+            self._inputs = []  # a backend lives as long as the process, a model need not
+            seconds = self.recorder.compile_seconds
+            seconds[self._compiling] = seconds.get(self._compiling, 0.0) + time.perf_counter() - start
 
     def _inner_compile(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx_inner
@@ -112,7 +119,7 @@ class TpfuseBackend:
         if self.fusions[SEQUENCE_PARALLEL].on and all(answers):
             with _disable_current_modes():
                 replicated = {name: weights(module.graph, self._inputs, name) for name in names}
-        variant = f"{self.variant}, training" if joint.is_joint(module.graph) else self.variant
+        variant = self._compiling = f"{self.variant}, training" if joint.is_joint(module.graph) else self.variant
         context = Context(
             self.fusions, self.recorder, variant, self.places, all(answers), wish, self.rows, fewest, replicated
         )
