@@ -1,9 +1,10 @@
 """The compiler behind ``apply`` and ``torch.compile(backend="tpfuse")``: Inductor, with our passes in front of it.
 
-The passes run in a wrapper of ``compile_fx``'s inner compile: after AOTAutograd, before Inductor's FxGraphCache computes
-its key, hence in every process and on every rank, warm cache or cold, and what they decided is part of the key. For that
-AOTAutograd's own cache, which would skip the inner compile altogether, is off for these graphs. A user's
-``post_grad_custom_*_pass`` still runs, inside Inductor, on the rewritten graph.
+The passes run as the first of Inductor's passes over what AOTAutograd has traced: the graph of inference, or the joint
+graph of forward and backward, before that is split. So they run before Inductor's FxGraphCache computes its key, in every
+process and on every rank, warm cache or cold, and what they decided is part of the key. For that AOTAutograd's own cache,
+which would skip them altogether, is off for these graphs. A user's ``joint_custom_pre_pass`` runs before, all others of the
+user's after them.
 """
 
 from __future__ import annotations
