@@ -38,34 +38,36 @@ def _run(rank: int, folders: list[str], config: dict | None) -> dict[str, object
     }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("inductor"))
-
-
 def _step(folders: list[str], config: dict | None, world_size: int = 2) -> list[dict]:
     found = spawn(_run, world_size, folders, config, timeout_s=240)
     assert all(f["error"] < 1e-5 for f in found)
     return found
 
 
-def test_second_process_reports_and_fuses_the_same(cache):
-    cold = _step([cache] * 2, {})
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A cache, and what the processes saw that filled it."""
+    folder = str(tmp_path_factory.mktemp("inductor"))
+    return folder, _step([folder] * 2, {})
+
+
+def test_second_process_reports_and_fuses_the_same(filled):
+    cache, cold = filled
     assert all(f["fused"] == 1 for f in cold) and sum(f["misses"] for f in cold) >= 1  # the second may find the first's
     warm = _step([cache] * 2, {})
     assert all(f["hits"] == 1 and f["misses"] == 0 for f in warm), warm
     assert [f["report"] for f in warm] == [f["report"] for f in cold]
 
 
-def test_one_warm_rank_beside_a_cold_one(cache, tmp_path):
-    _step([cache] * 2, {})
+def test_one_warm_rank_beside_a_cold_one(filled, tmp_path):
+    cache, _ = filled
     warm, cold = _step([cache, str(tmp_path)], {})
     assert warm["hits"] == 1 and cold["hits"] == 0
     assert warm["report"] == cold["report"] and warm["fused"] == 1
 
 
-def test_options_are_obeyed_on_one_cache(cache):
-    assert all(f["fused"] == 1 for f in _step([cache] * 2, {}))
+def test_options_are_obeyed_on_one_cache(filled):
+    cache, _ = filled
     _step([cache] * 2, None)
     off = _step([cache] * 2, {"fuse_allreduce_rms": False})
     assert all(f["fused"] == 0 and f["report"][0]["reason"] == "off: fuse_allreduce_rms=False" for f in off)
