@@ -138,7 +138,30 @@ def _stacks(rank: int) -> dict[str, dict[str, object]]:
     }
 
 
-def test_by_hand():
+def _lengths(rank: int, config: dict[str, bool]) -> float:
+    """Steps of several lengths, with fewer rows than ranks among them, of one graph for all but one row."""
+    model = tpfuse.apply(Stack(rank, dist.get_world_size()), config, strict=True, fullgraph=True)
+    parts = {"up": 1, "gate": 1, "down": 0}
+    far = []
+    with interpret_graphs():
+        for shape in ((8,), (5,), (1,), (2,), (11,)):
+            model.zero_grad()
+            whole = _step(Stack(), shape)
+            cut = {
+                k: g.chunk(dist.get_world_size(), parts[n])[rank] if (n := k.rpartition(".")[2]) in parts else g
+                for k, g in whole.items()
+            }
+            far.append(_far(_step(model, shape), cut))
+    return max(far)
+
+
+@pytest.mark.parametrize("config", [SHARDED, JOINED])
+def test_lengths_that_vary(config):
+    assert max(spawn(_lengths, 2, config, timeout_s=150)) < LIMIT
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_by_hand(ranks):
     """Norms in the forward's all-reduces; two gradients a block added up at once; a norm's weight gets one vector of sums.
 
     What is computed again in the backward is what activation checkpointing has it compute.

@@ -162,6 +162,8 @@ class Rewriter:
         return self._mask
 
     def _operand(self, operand: Node, node: Node) -> Node:
+        if isinstance(value(operand), (int, torch.SymInt)):
+            return operand
         root = self._rows.members.get(operand)
         if root in self._kept:
             return self._local[root]
