@@ -21,7 +21,7 @@ from tests.gloo import test_gemm_comms as titan
 from tpfuse.models.families import build_sharded, family_config
 from tpfuse.testing import interpret_graphs, spawn
 
-D, H, LAYERS = 16, 24, 3
+D, H, LAYERS, VOCABULARY = 16, 24, 3, 12
 LIMIT = 1e-5
 NORMS = {"fuse_allreduce_rms": True}
 SHARDED = {"enable_sp": True}
@@ -153,6 +153,73 @@ def _lengths(rank: int, config: dict[str, bool]) -> float:
             }
             far.append(_far(_step(model, shape), cut))
     return max(far)
+
+
+class Vocabulary(nn.Module):
+    """An embedding whose rows are cut. Ids of others are masked by a product, and the gradient by the same mask.
+
+    told  where this rank's part starts: by a "number", which is a constant of the graph, or by a "buffer"
+    """
+
+    def __init__(self, rank: int, ranks: int, told: str) -> None:
+        super().__init__()
+        table = torch.randn(VOCABULARY, D, generator=torch.Generator().manual_seed(7))
+        self.weight, self.rows = nn.Parameter(table.chunk(ranks)[rank].contiguous()), VOCABULARY // ranks
+        self.start: int | torch.Tensor = self.rows * rank
+        if told == "buffer":
+            del self.start
+            self.register_buffer("start", torch.tensor(self.rows * rank))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        mine = (ids >= self.start) & (ids < self.start + self.rows)
+        rows = nn.functional.embedding((ids - self.start) * mine, self.weight)
+        return Leave.apply(rows * mine.unsqueeze(-1).to(rows.dtype))
+
+
+class Experts(nn.Module):
+    """Each rank computes the rows whose expert is its own."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.blocks, self.rank, self.ranks = nn.ModuleList(Block(rank, ranks, seed) for seed in range(2)), rank, ranks
+
+    def forward(self, x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        mine = (expert % self.ranks == self.rank).unsqueeze(-1).to(x.dtype)
+        for block in self.blocks:
+            n = Enter.apply(block.norm(x)) * mine
+            x = x + Leave.apply((nn.functional.silu(n @ block.gate) * (n @ block.up)) @ block.down)
+        return x
+
+
+def _constants(rank: int) -> dict[str, float]:
+    ranks = dist.get_world_size()
+    draw = lambda seed: torch.randn(3, 5, D, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    ids = torch.randint(0, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(5))
+
+    def language_model(told: str) -> tuple[nn.Module, tuple]:
+        return nn.Sequential(Vocabulary(rank, ranks, told), Stack(rank, ranks)), (ids,)
+
+    cases = {
+        "number": lambda: language_model("number"),
+        "buffer": lambda: language_model("buffer"),
+        "experts": lambda: (Experts(rank, ranks), (draw(1), ids)),
+    }
+    far = {}
+    for name, make in cases.items():
+        found = []
+        for apply in (lambda model: model, lambda model: tpfuse.apply(model, SHARDED, strict=True, fullgraph=True)):
+            model, given = make()
+            with interpret_graphs():
+                (apply(model)(*given) * draw(2)).sum().backward()
+            found.append(_gradients(model))
+        far[name] = _far(found[1], found[0])
+    return far
+
+
+def test_constants_that_differ_between_ranks():
+    """A mask that a rank makes from its own part of the vocabulary or experts is not taken for everybody's."""
+    for found in spawn(_constants, 2, timeout_s=150):
+        assert max(found.values()) < LIMIT, found
 
 
 @pytest.mark.parametrize("config", [SHARDED, JOINED])

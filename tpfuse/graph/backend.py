@@ -24,7 +24,7 @@ from tpfuse.errors import ConfigError
 from tpfuse.graph import joint, pipeline
 from tpfuse.graph.context import FUSION, GEMM_COMMS, SEQUENCE_PARALLEL, Context
 from tpfuse.graph.places import Places
-from tpfuse.graph.replicated import weights
+from tpfuse.graph.replicated import unlike, weights
 from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import Wish
 from tpfuse.report import Recorder
@@ -116,13 +116,23 @@ class TpfuseBackend:
         megabytes = self.config.fi_allreduce_fusion_max_size_mb
         wish = Wish(self.config.allreduce_rms_kernel, None if megabytes is None else int(megabytes * 2**20))
         fewest = self.config.sp_min_token_num
-        replicated = {}
+        replicated, differing = {}, {}
         if self.fusions[SEQUENCE_PARALLEL].on and all(answers):
             with _disable_current_modes():
                 replicated = {name: weights(module.graph, self._inputs, name) for name in names}
-        variant = self._compiling = f"{self.variant}, training" if joint.is_joint(module.graph) else self.variant
+                differing = {name: unlike(module.graph, self._inputs, name, digest) for name in names}
+        variant = f"{self.variant}, training" if joint.is_joint(module.graph) else self.variant
         context = Context(
-            self.fusions, self.recorder, variant, self.places, all(answers), wish, self.rows, fewest, replicated
+            self.fusions,
+            self.recorder,
+            variant,
+            self.places,
+            all(answers),
+            wish,
+            self.rows,
+            fewest,
+            replicated,
+            differing,
         )
         pipeline.run(module, context)
         self.recorder.graphs += 1

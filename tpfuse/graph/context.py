@@ -31,6 +31,7 @@ class Context:
     rows         the fewest and the most rows of a call
     sp_min_rows  rows from which they may be sharded; None: any number
     replicated   by group: inputs of the graph that are known to be weights which all its ranks have alike
+    unlike       by group: nodes that are known to have other constants on other ranks, or inputs other values
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class Context:
         rows: tuple[int, int] = (1, MOST_ROWS),
         sp_min_rows: int | None = None,
         replicated: Mapping[str, set[Node]] | None = None,
+        unlike: Mapping[str, set[Node]] | None = None,
     ) -> None:
         self.fusions = fusions
         self.ranks_alike = ranks_alike
         self.wish, self.rows, self.sp_min_rows = wish, rows, sp_min_rows
-        self.replicated = replicated or {}
+        self.replicated, self.unlike = replicated or {}, unlike or {}
         self.variant = variant
         self.rewrites = 0
         self.look_alikes: dict[Node, tuple[str, str]] = {}  # what a look-alike normalises -> (op, reason)

@@ -1,12 +1,17 @@
-"""Weights that every rank of a group has alike: a graph alone does not tell them from shards of one.
+"""What every rank of a group has alike, and what it has not: a graph alone does not tell.
 
 A DTensor says what it is. In a model that shards by DTensors over the group, a plain parameter is replicated by convention
 (Hugging Face's router, DeepSeek's attention); whether it is, the ranks' bits show. In a model without DTensors nothing is
 known: equal bits may be shards that were made from one seed, and get other values later.
+
+A graph of the same operations may have another constant on each rank (where its part of a vocabulary starts, which
+expert is its own). What is made of those differs, whatever else it is made of.
 """
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +45,47 @@ def weights(graph: Graph, inputs: Sequence[Any], group_name: str) -> set[Node]:
     everybody = agreement.exchange(groups.resolve(group_name), "comparing weights", bits)
     same = [len({each.get(name) for each in everybody}) == 1 for name in bits]
     return known | {node for node, equal in zip(asked, same, strict=True) if equal}
+
+
+def unlike(graph: Graph, inputs: Sequence[Any], group_name: str, digest: str) -> set[Node]:
+    """Nodes whose constants, and inputs of whole numbers whose bits, differ between the group's ranks.
+
+    Collective where the group sees a graph of this digest for the first time: a rank that compiles it again, for itself,
+    does not wait for the others.
+    """
+    group, nodes = groups.resolve(group_name), list(graph.nodes)
+    known = _unlike.setdefault(group, {})
+    if digest not in known and groups.has_peers(group):
+        mine = {str(number): _constants(node, inputs) for number, node in enumerate(nodes)}
+        everybody = agreement.exchange(group, "comparing constants", {name: told for name, told in mine.items() if told})
+        known[digest] = {int(name) for name in mine if len({each.get(name) for each in everybody}) > 1}
+    return {nodes[number] for number in known.get(digest, ())}
+
+
+def _constants(node: Node, inputs: Sequence[Any]) -> str:
+    """All that a node's value depends on besides other nodes; "" if that is nothing, or nothing that is compared."""
+    if node.op == "get_attr":
+        found = getattr(node.graph.owning_module, node.target, None)
+        return _digest(found) if isinstance(found, torch.Tensor) else ""
+    if node.op == "placeholder":
+        given = _given(node, inputs)
+        whole = type(given) in (torch.Tensor, torch.nn.Buffer) and not given.is_floating_point() and not given.is_complex()
+        return _digest(given) if whole else ""
+    if node.op != "call_function":
+        return ""
+    constants: list[Any] = []
+    flat = torch.utils._pytree.tree_leaves((node.args, sorted(node.kwargs.items())))
+    for each in flat:
+        constants.append(each.type if isinstance(each, torch.device) else "" if isinstance(each, torch.fx.Node) else each)
+    return repr(constants) if any(isinstance(each, (int, float)) for each in constants) else ""
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(raw).hexdigest()[:16]}"
+
+
+_unlike: weakref.WeakKeyDictionary[Any, dict[str, set[int]]] = weakref.WeakKeyDictionary()  # by group, then by digest
 
 
 def _given(node: Node, inputs: Sequence[Any]) -> Any:

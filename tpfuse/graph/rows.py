@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -120,13 +121,14 @@ def count(node: Node) -> Any:
     return total
 
 
-def find(graph: Graph, reduces: list[Node], group: str, replicated: set[Node]) -> Rows:
+def find(graph: Graph, reduces: list[Node], group: str, replicated: set[Node], unlike: Set[Node] = frozenset()) -> Rows:
     """The rows of these all-reduces, which have equally many, and all that is row-wise in them.
 
     replicated  inputs of the graph that are known to be weights which the group's ranks have alike
+    unlike      nodes that are known to have other constants on other ranks, or inputs other values
     """
     rows = Rows(count(reduces[0]), group)
-    alike = _alike(graph, group, replicated)
+    alike = _alike(graph, group, replicated, unlike)
     for node in graph.nodes:
         if node in reduces:
             rows.members[node] = node
@@ -225,7 +227,7 @@ def _argument(node: Node, name: str) -> Any:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
 
 
-def _alike(graph: Graph, group: str, replicated: set[Node]) -> set[Node]:
+def _alike(graph: Graph, group: str, replicated: set[Node], unlike: Set[Node]) -> set[Node]:
     """Nodes whose value is the same on every rank of the group, as far as the graph tells.
 
     Inputs of the graph are taken to be: that is what a residual, a bias and a norm's weight are in any tensor-parallel
@@ -235,12 +237,12 @@ def _alike(graph: Graph, group: str, replicated: set[Node]) -> set[Node]:
     """
     alike: set[Node] = set()
     assumed: set[Node] = set()  # inputs, and what is made of them alone
-    outputs = joint.outputs_of_tangents(graph)
+    outputs, differing = joint.outputs_of_tangents(graph), {*unlike}
     for node in sorted(graph.nodes, key=is_backward):  # all of the forward first
         if node in outputs:
             known = outputs[node] in alike
         elif node.op == "call_function" and not _is_result_of_all(node, group):
-            sources = [source for source in node.all_input_nodes if not _is_size(source)]
+            sources = [source for source in node.all_input_nodes if source in differing or not _is_size(source)]
             known = alike.issuperset(sources) and (_is_plain(node) or (_is_pure(node) and assumed.isdisjoint(sources)))
             if sources and assumed.issuperset(sources):
                 assumed.add(node)
@@ -248,7 +250,9 @@ def _alike(graph: Graph, group: str, replicated: set[Node]) -> set[Node]:
             known = node.op != "output"
             if node.op == "placeholder" and node not in replicated:
                 assumed.add(node)
-        if known:
+        if _is_size(node) and not differing.isdisjoint(node.all_input_nodes):
+            differing.add(node)
+        if known and node not in differing:
             alike.add(node)
     return alike
 

@@ -64,7 +64,8 @@ def run(graph: Graph, context: Context) -> None:
 def _shard(graph: Graph, family: list[Node], sizes: Sizes, context: Context) -> None:
     """All-reduces of one group and equally many rows: rewrite those for which it pays."""
     group = str(family[0].args[2])
-    rows = rowwise.find(graph, family, group, context.replicated.get(group, set()))
+    replicated, unlike = (known.get(group, set()) for known in (context.replicated, context.unlike))
+    rows = rowwise.find(graph, family, group, replicated, unlike)
     kept = placement.sharded(_values(rows))
     for reduce in family:
         _decide(context, reduce, "" if reduce in kept else _why_not(reduce, rows))
