@@ -75,7 +75,7 @@ class AppliedModel:
         self.model, self.request = model, request
         self.recorder = Recorder(request.fusions)
         self.previous_call = model._compiled_call_impl
-        self._alike: dict[str, bool] = {}  # by group, once its ranks have been asked
+        self._alike: dict[tuple[str, bool], bool] = {}  # by group, and for training apart, once its ranks have been asked
         self._callables: dict[tuple[int, bool, str], Callable] = {}
         self._boundaries = request.config.row_boundaries(request.fusions)
         self._checked_strictly = not request.strict
@@ -164,21 +164,22 @@ class AppliedModel:
         rest = {name: value for name, value in values.items() if name not in ("mode", "options")}
         return torch.compile(_entry(self.model), backend=backend, **rest)
 
-    def _agree(self, group_name: str, digest: str) -> bool:
-        """At a group's first graph: compare the request with its other ranks, and whether they have the same graph.
+    def _agree(self, group_name: str, digest: str, training: bool) -> bool:
+        """At a group's first graph, and at its first of training: compare the request with its other ranks, and whether
+        they have the same graph.
 
         A hook may keep a value that a merged or fused all-reduce would no longer have, or break the graph. If only some
         ranks have such a hook, none changes a collective: their number and order must not depend on the rank.
         """
-        if group_name not in self._alike:
+        if (group_name, training) not in self._alike:
             hooked = [n for n, m in self.model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
             proposal = dict(self.request.proposal)
             group = groups.resolve(group_name)
             alike = agreement.agree(group, "tpfuse.apply", proposal, may_differ=f"{digest} {hooked}")
-            self._alike[group_name] = alike
+            self._alike[group_name, training] = alike
             if not alike:
                 self.recorder.note("ranks have different graphs or forward hooks: their collectives are not changed")
-        return self._alike[group_name]
+        return self._alike[group_name, training]
 
     def _check_strictly(self) -> None:
         report = self.report()
@@ -206,14 +207,14 @@ def _entry(model: torch.nn.Module) -> Callable:
     return types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
 
 
-def _weakly(applied: AppliedModel) -> Callable[[str, str], bool]:
+def _weakly(applied: AppliedModel) -> Callable[[str, str, bool], bool]:
     """``applied._agree`` for a backend, which Dynamo keeps for ever, and with it whatever it holds."""
     reference = weakref.ref(applied)
 
-    def agree(group_name: str, digest: str) -> bool:
+    def agree(group_name: str, digest: str, training: bool) -> bool:
         found = reference()
         assert found is not None, "a model compiles only while it is called"
-        return found._agree(group_name, digest)
+        return found._agree(group_name, digest, training)
 
     return agree
 

@@ -248,6 +248,25 @@ def test_by_hand(ranks):
         assert forward["all_gather_matmul"] == LAYERS - 1 == backward["all_gather_matmul"], counts
 
 
+def _frozen(rank: int) -> dict[str, object]:
+    model = tpfuse.apply(Stack(rank, dist.get_world_size()), SHARDED, fullgraph=True)
+    with interpret_graphs() as graphs:
+        with torch.no_grad():
+            model(torch.ones(8, D))
+        if rank:
+            model.blocks[1].norm.weight.requires_grad_(False)
+        _step(model, (8,))
+        return {"counts": _counts(graphs), "report": str(tpfuse.explain(model))}
+
+
+def test_weights_frozen_on_one_rank():
+    """Graphs of inference are alike, those of training are not: there, no collective is changed."""
+    for found in spawn(_frozen, 2, timeout_s=60):
+        inference, forward, _ = found["counts"]
+        assert inference["reduce_scatter_tensor"] == LAYERS and "reduce_scatter_tensor" not in forward, found
+        assert "ranks have different graphs" in found["report"], found
+
+
 # -- models of others --------------------------------------------------------------------------------------------------
 
 

@@ -505,7 +505,7 @@ def test_fewest_rows_where_they_vary():
 
 def test_ranks_with_different_graphs():
     with world(2):
-        backend = Backend(ON, agree=lambda name, digest: False)
+        backend = Backend(ON, agree=lambda name, digest, training: False)
         torch.compile(llama, backend=backend, fullgraph=True)(*inputs(5, 6, D)(0))
     assert backend.recorder.report().count("enable_sp") == 0
     assert [n.target for n in backend.graphs[0].graph.nodes].count(ALL_REDUCE) == 4

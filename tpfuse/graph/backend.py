@@ -44,8 +44,8 @@ class TpfuseBackend:
     variant   name of the row-count range that this instance compiles for
     rows      the fewest and the most rows in it
     model     the model that the graphs are of, for places in it to be told; None: as the graphs tell them
-    agree     called with the name of each process group in a graph, and with a digest of the graph, before that is
-              rewritten; returns whether the group's ranks are alike, the same answer on each of them
+    agree     called with the name of each process group in a graph, a digest of the graph, and whether it is one of
+              training, before it is rewritten; returns whether the group's ranks are alike, the same answer on each of them
     config    sizes, time-outs and kernels that were asked for
     mode, options, dynamic  as for torch.compile's "inductor" backend
     """
@@ -61,7 +61,7 @@ class TpfuseBackend:
         variant: str = "all",
         rows: tuple[int, int] = (1, MOST_ROWS),
         model: torch.nn.Module | None = None,
-        agree: Callable[[str, str], bool] | None = None,
+        agree: Callable[[str, str, bool], bool] | None = None,
         config: FusionConfig | None = None,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
@@ -107,9 +107,10 @@ class TpfuseBackend:
 
     def rewrite(self, module: torch.fx.GraphModule) -> None:
         """Run the passes over one graph: of inference, or of forward and backward together. Collective."""
-        agree = self.agree or (lambda name, digest: True)
+        agree = self.agree or (lambda name, digest, training: True)
         names, digest = pipeline.group_names(module.graph, self.fusions), pipeline.digest(module.graph)
-        answers = [agree(name, digest) for name in names]  # all are asked, whatever the first says
+        training = joint.is_joint(module.graph)
+        answers = [agree(name, digest, training) for name in names]  # all are asked, whatever the first says
         if pipeline.on_cuda(module.graph):
             self._make_arenas(names)
         start = time.perf_counter()
@@ -121,7 +122,7 @@ class TpfuseBackend:
             with _disable_current_modes():
                 replicated = {name: weights(module.graph, self._inputs, name) for name in names}
                 differing = {name: unlike(module.graph, self._inputs, name, digest) for name in names}
-        variant = f"{self.variant}, training" if joint.is_joint(module.graph) else self.variant
+        variant = f"{self.variant}, training" if training else self.variant
         context = Context(
             self.fusions,
             self.recorder,
@@ -213,14 +214,16 @@ def tpfuse_backend(
     return backend(module, example_inputs)
 
 
-def _agree(group_name: str, digest: str) -> bool:
-    """Once per group: every rank that compiles with this backend has the same version, on or off; whether the same
-    graph."""
+def _agree(group_name: str, digest: str, training: bool) -> bool:
+    """Once per group, and once more for training: every rank that compiles with this backend has the same version, on or
+    off; whether the same graph."""
     group = groups.resolve(group_name)
-    if group not in _agreed:
+    agreed = _agreed.setdefault(group, {})
+    if training not in agreed:
         proposal = {"tpfuse": __version__, DISABLE_VARIABLE: str(is_disabled())}
-        _agreed[group] = agreement.agree(group, 'torch.compile(backend="tpfuse")', proposal, may_differ=digest)
-    return _agreed[group]
+        agreed[training] = agreement.agree(group, 'torch.compile(backend="tpfuse")', proposal, may_differ=digest)
+    return agreed[training]
 
 
-_agreed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # groups may end before the process does
+#: Groups may end before the process does.
+_agreed: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
