@@ -148,8 +148,7 @@ def told(stack: torch.nn.Module, everything: bool) -> str:
     report = tpfuse.explain(stack)
     if everything:
         return f"\n{report}"
-    counts = [f"{name} {report.count(name)}" for name, fusion in report.fusions.items() if fusion.on]
-    return ", ".join([*counts, *(note for note in report.notes if "gradients" in note)])
+    return ", ".join(f"{name} {report.count(name)}" for name, fusion in report.fusions.items() if fusion.on)
 
 
 def check_dropped(dropped: DropAllReduces, least: int) -> str:

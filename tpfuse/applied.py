@@ -149,8 +149,10 @@ class AppliedModel:
         """The model compiled for the index-th range of row counts; with gradients on, for training."""
         for_backend = {"mode", "options", "dynamic"}
         values = dict(compile_options.values)
-        if torch.is_grad_enabled() and any(isinstance(p, DTensor) for p in self.model.parameters()):
-            values.setdefault("dynamic", False)  # torch (2.11 to 2.13) fails to compile their backward for varying lengths
+        dtensors = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        if torch.is_grad_enabled() and dtensors and values.get("dynamic") is None:
+            values["dynamic"] = False  # torch (to 2.13) fails to compile their backward for varying lengths
+            self.recorder.note("training with DTensors: a graph for each shape, unless dynamic is given")
         backend = TpfuseBackend(
             self.request.fusions,
             self.recorder,

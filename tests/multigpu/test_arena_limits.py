@@ -51,6 +51,7 @@ def _cycles(rank: int, ports: list[int]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.gpu
 @pytest.mark.nccl
 def test_groups_destroyed_and_made_anew():
     stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(CYCLES)]
@@ -125,6 +126,7 @@ def _take_memory(leave: int) -> list[torch.Tensor]:
     return kept
 
 
+@pytest.mark.gpu
 @pytest.mark.nccl
 def test_no_memory_on_one_rank():
     first, second = spawn(_no_memory, 2, backend="cuda", timeout_s=45, grace_s=60)

@@ -104,6 +104,7 @@ def _generation(rank: int) -> dict[str, bool]:
     }
 
 
+@pytest.mark.gpu
 @pytest.mark.nccl
 def test_generate():
     for found in spawn(_generation, 2, backend="cuda", timeout_s=280):

@@ -183,11 +183,11 @@ def _first_use(norm: Node, chain: Chain) -> Node:
 
 
 def _originals(norm: Node) -> set[Node]:
-    """The nodes that the norm was raised from, from behind its input on."""
+    """The nodes that the norm was raised from, without what its input and its weight are made of."""
     found, pending = set(), [norm.meta[ORIGINAL]]
     while pending:
         node = pending.pop()
-        if node.op == "call_function" and node not in found and node is not norm.args[0]:
+        if node.op == "call_function" and node not in found and node not in norm.args[:2]:
             found.add(node)
             pending += node.all_input_nodes
     return found
@@ -199,7 +199,9 @@ def _rewrite(graph: Graph, norm: Node, chain: Chain, wish: Wish) -> None:
     total, reduce = chain.total, chain.all_reduce
     originals = _originals(norm)
     for node in originals - erase_cone(graph, norm.meta[ORIGINAL]):
-        if TAG in node.meta:  # the backward reads it: it has the sum, and need not be given what follows from that
+        if (
+            TAG in node.meta and RECOMPUTE not in node.meta
+        ):  # the backward reads it: it has the sum, and need not be given what follows from that
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
     with graph.inserting_before(_place(norm, chain)):
         source = reapply(graph, chain.views, reduce.args[0], like=reduce)

@@ -71,11 +71,12 @@ class TpfuseBackend:
         self.places = Places(model)
         self.config, self.rows = config or FusionConfig(), rows
         self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
-        self._compiling = variant  # with what the graph is for
+        self._compiling = variant  # of the graph that is being compiled: the variant, and whether it trains
         self._inputs: list[Any] = []  # of the graph that is being compiled, where known
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from torch._functorch import config as functorch_config
+        from torch._inductor import config as inductor_config
         from torch._inductor.compile_fx import compile_fx
 
         config: Any = torch.compiler.config  # it installs its methods at run time
@@ -83,7 +84,8 @@ class TpfuseBackend:
         self._inputs = [
             getattr(node.meta.get("grapharg"), "example", None) for node in module.graph.find_nodes(op="placeholder")
         ]
-        patches = {**self.inductor.config, _FIRST_PASS: _FirstPass(self, self.inductor.config.get(_FIRST_PASS))}
+        users = self.inductor.config.get(_FIRST_PASS, inductor_config.joint_custom_pre_pass)
+        patches = {**self.inductor.config, _FIRST_PASS: _FirstPass(self, users)}
         start, self._compiling = time.perf_counter(), self.variant
         try:
             with (
@@ -100,6 +102,10 @@ class TpfuseBackend:
         from torch._inductor.compile_fx import compile_fx_inner
 
         if not kwargs.get("is_inference"):  # half of what ``rewrite`` has seen as a whole
+            if not self.recorder.graphs:
+                self.recorder.note(
+                    "a training graph was compiled without tpfuse: Inductor's passes over joint graphs are off"
+                )
             pipeline.finish(module, kwargs.get("is_backward", False))
         elif not module.meta.get(_REWRITTEN):
             self.rewrite(module)
@@ -118,10 +124,11 @@ class TpfuseBackend:
         wish = Wish(self.config.allreduce_rms_kernel, None if megabytes is None else int(megabytes * 2**20))
         fewest = self.config.sp_min_token_num
         replicated, differing = {}, {}
-        if self.fusions[SEQUENCE_PARALLEL].on and all(answers):
+        asked = [name for name, alike in zip(names, answers, strict=True) if alike]
+        if self.fusions[SEQUENCE_PARALLEL].on:
             with _disable_current_modes():
-                replicated = {name: weights(module.graph, self._inputs, name) for name in names}
-                differing = {name: unlike(module.graph, self._inputs, name, digest) for name in names}
+                replicated = {name: weights(module.graph, self._inputs, name) for name in asked}
+                differing = {name: unlike(module.graph, self._inputs, name, digest) for name in asked}
         variant = f"{self.variant}, training" if training else self.variant
         context = Context(
             self.fusions,
@@ -173,15 +180,16 @@ class _FirstPass(CustomGraphPass):
     """Our passes over a graph of inference, or the joint graph of a training step, after the user's own pass.
 
     Not over graphs within it: of what is given to those, nothing is known. What our passes do is in the graphs that
-    Inductor compiles, and thus in its cache's key: the identifier says no more.
+    Inductor compiles, and thus in its cache's key, and so is what the user's does: the identifier says no more.
     """
 
     def __init__(self, backend: TpfuseBackend, users: Any) -> None:
-        self._backend, self._users = backend, users
+        several = isinstance(users, (list, tuple))  # from torch 2.13 on
+        self._backend, self._users = backend, users if several else [users] if users else []
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        if self._users is not None:
-            self._users(graph)
+        for each in self._users:
+            each(graph)
         from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
         module = graph.owning_module
@@ -191,9 +199,7 @@ class _FirstPass(CustomGraphPass):
             module.meta[_REWRITTEN] = True
 
     def uuid(self) -> Any:
-        users = self._users
-        known = users is None or isinstance(users, CustomGraphPass)
-        return ("tpfuse", None if users is None else users.uuid()) if known else None
+        return "tpfuse"
 
 
 def tpfuse_backend(

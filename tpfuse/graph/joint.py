@@ -11,9 +11,9 @@ import operator
 from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tpfuse.graph.nodes import BACKWARD, RECOMPUTE, TAG, Node, is_backward, is_call
+from tpfuse.graph.nodes import BACKWARD, RECOMPUTE, TAG, WAIT, Node, is_backward, is_call
 
-AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def is_joint(graph: Graph) -> bool:
@@ -23,7 +23,9 @@ def is_joint(graph: Graph) -> bool:
 def tell_backward(graph: Graph) -> None:
     """Mark all that gradients are computed by: torch does not where an autograd.Function does it."""
     for node in graph.nodes:
-        if any(_is_tangent(source) or is_backward(source) for source in node.all_input_nodes):
+        if node.op == "call_function" and any(
+            _is_tangent(source) or is_backward(source) for source in node.all_input_nodes
+        ):
             node.meta.setdefault(TAG, BACKWARD)
 
 
@@ -41,26 +43,26 @@ def outputs_of_tangents(graph: Graph) -> dict[Node, Node]:
 def keep_collectives(graph: Graph) -> None:
     """Forbid torch to compute ours again in the backward, as it forbids itself for its own, and their results with them."""
     for node in graph.nodes:
-        if _is_ours(node) and node.meta.get(RECOMPUTE) not in AGAIN:
+        if _is_ours(node) and node.meta.get(RECOMPUTE) not in _AGAIN:
             for kept in (node, *(user for user in node.users if is_call(user, operator.getitem))):
                 kept.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
 
 
 def drop_copies(graph: Graph) -> None:
-    """Erase what the backward has of the forward's collectives and does not use.
+    """Erase what the backward has of the forward and does not use.
 
     Torch copies all that could be computed and drops what is unused, but never a call with effects on other ranks.
     """
-    unused = [node for node in reversed(graph.nodes) if _is_ours(node) and not is_backward(node) and not _is_used(node)]
-    for node in unused:
-        for result in (*node.users, node):
-            graph.erase_node(result)
-    graph.eliminate_dead_code()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node.users or is_backward(node):
+            continue
+        if _is_ours(node) or _is_torchs(node) or not node.is_impure():
+            graph.erase_node(node)
 
 
-def _is_used(node: Node) -> bool:
-    """Whether it is, or one of its results."""
-    return any(user.users or not is_call(user, operator.getitem) for user in node.users)
+def _is_torchs(node: Node) -> bool:
+    """Whether it is a collective of torch that changes none of its inputs, or the wait for one."""
+    return getattr(node.target, "namespace", "") == WAIT.namespace and not node.target._schema.is_mutable
 
 
 def _is_ours(node: Node) -> bool:

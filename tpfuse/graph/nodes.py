@@ -46,11 +46,11 @@ VIEWS = {
 COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
 
 
-#: What a new node takes over from the one it stands for.
 WHERE, ORDER = "tpfuse_where", "tpfuse_order"  # places in the model, position in the graph (Context.locate)
 SHARDED = "tpfuse_sharded"  # marks a node that computes this rank's rows only
 TAG, BACKWARD = "partitioner_tag", "is_backward"  # torch: which half of a joint graph a node is of
 RECOMPUTE = "recompute"  # torch: what activation checkpointing says about it
+#: What a new node takes over from the one it stands for; in training also of when that is computed.
 TRAINING = (TAG, "autograd_backward", RECOMPUTE, "ac_graph_id")
 INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", WHERE, ORDER)
 
@@ -124,7 +124,7 @@ def sole_user(node: Node) -> Node:
 
 def is_backward(node: Node) -> bool:
     """Whether it computes gradients, in a graph that has both the forward and the backward."""
-    return node.meta.get(TAG) == BACKWARD
+    return node.meta.get(TAG) in (BACKWARD, "must_be_in_backward")
 
 
 def sole_forward_user(node: Node) -> Node:

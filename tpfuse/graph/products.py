@@ -228,10 +228,14 @@ def what_runs(op: str, made: Sequence[Product], group: str, context: Context) ->
     low, high = (rows, rows) if isinstance(rows, int) else (context.rows[0], min(MOST_JUDGED_ROWS, context.rows[1]))
     dtypes = (value(made[0].input).dtype, *(value(each.weight).dtype for each in made))
     inners = tuple(value(each.weight).shape[0] for each in made)
+    if not all(isinstance(size, int) for size in (*inners, *widths)):
+        return "its inner dimension varies", []
     if op == ALL_GATHER_MATMUL:
         problem = MatmulProblem(op, 0, widths, inners[0], dtypes, 0, made[0].out_dtype)
     else:
-        problem = MatmulProblem(op, 0, widths[:1], sum(inners), dtypes, 0, made[0].out_dtype, None, inners)
+        problem = MatmulProblem(
+            op, 0, widths[:1], sum(inners), dtypes, 0, made[0].out_dtype, None, inners if len(made) > 1 else ()
+        )
     kernels = matmul.may_run(group, device, problem.with_rows(low, groups.size(group)), high)
     return "a GEMM and NCCL, one after the other, are chosen for these rows" if kernels == [NCCL] else "", kernels
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tpfuse.comm import agreement, groups
 from tpfuse.graph.nodes import Node
@@ -27,24 +28,29 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weights(graph: Graph, inputs: Sequence[Any], group_name: str) -> set[Node]:
-    """Inputs of the graph that are replicated weights. Collective in the group, whose ranks have the same graph.
+    """Inputs of the graph that are replicated weights. Collective where some were not compared yet.
 
     inputs  the tensors that the graph is compiled for, by the number that torch gives its inputs
     """
     if not any(isinstance(each, DTensor) and _sharded(each, group_name) for each in inputs):
         return set()
-    known, asked = set(), {}
+    found, asked = set(), {}
+    group = groups.resolve(group_name)
+    known = _same.setdefault(group, WeakIdKeyDictionary())
     for node in graph.nodes:
         given = _given(node, inputs)
         if isinstance(given, DTensor):
             if _over(given, group_name) and not _sharded(given, group_name):
-                known.add(node)
-        elif isinstance(given, torch.nn.Parameter) and given.dim() > 1:
+                found.add(node)
+        elif type(given) is torch.nn.Parameter and given.dim() > 1 and given.is_floating_point():
             asked[node] = given
-    bits = {str(number): _bits(tensor) for number, tensor in enumerate(asked.values())}
-    everybody = agreement.exchange(groups.resolve(group_name), "comparing weights", bits)
-    same = [len({each.get(name) for each in everybody}) == 1 for name in bits]
-    return known | {node for node, equal in zip(asked, same, strict=True) if equal}
+    new = [given for given in asked.values() if given not in known]
+    if new:
+        everybody = agreement.exchange(group, "comparing weights", {str(n): _bits(each) for n, each in enumerate(new)})
+        for number, each in enumerate(new):
+            bits = {one.get(str(number)) for one in everybody}
+            known[each] = len(bits) == 1 and "" not in bits
+    return found | {node for node, given in asked.items() if known[given]}
 
 
 def unlike(graph: Graph, inputs: Sequence[Any], group_name: str, digest: str) -> set[Node]:
@@ -85,6 +91,8 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(raw).hexdigest()[:16]}"
 
 
+#: By group, then by parameter: whether all ranks have the same.
+_same: weakref.WeakKeyDictionary[Any, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
 _unlike: weakref.WeakKeyDictionary[Any, dict[str, set[int]]] = weakref.WeakKeyDictionary()  # by group, then by digest
 
 
@@ -111,8 +119,13 @@ def _sharded(tensor: DTensor, group_name: str) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> str:
-    """Sums over rows and over columns, weighted by where they stand: alike for the same bits, hardly for others."""
+    """Sums over rows and over columns, weighted by where they stand: alike for the same bits, hardly for others.
+
+    "" if all are the same number, as shards are that nobody has filled yet.
+    """
     numbers = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).flatten(0, -2)
+    if not numbers.numel() or bool((numbers == numbers[0, 0]).all()):
+        return ""
     sums = []
     for dim in (0, 1):
         total = numbers.sum(dim, dtype=torch.int64)

@@ -236,7 +236,8 @@ def _alike(graph: Graph, group: str, replicated: set[Node], unlike: Set[Node]) -
     is. Values of one operation on two ranks may differ by roundings.
     """
     alike: set[Node] = set()
-    assumed: set[Node] = set()  # inputs, and what is made of them alone
+    assumed: set[Node] = set()  # inputs, and what is made of them and of constants alone
+    constant: set[Node] = set()  # made of numbers
     outputs, differing = joint.outputs_of_tangents(graph), {*unlike}
     for node in sorted(graph.nodes, key=is_backward):  # all of the forward first
         if node in outputs:
@@ -244,7 +245,10 @@ def _alike(graph: Graph, group: str, replicated: set[Node], unlike: Set[Node]) -
         elif node.op == "call_function" and not _is_result_of_all(node, group):
             sources = [source for source in node.all_input_nodes if source in differing or not _is_size(source)]
             known = alike.issuperset(sources) and (_is_plain(node) or (_is_pure(node) and assumed.isdisjoint(sources)))
-            if sources and assumed.issuperset(sources):
+            given = [source for source in sources if source not in constant]
+            if not given:
+                constant.add(node)
+            elif assumed.issuperset(given):
                 assumed.add(node)
         else:
             known = node.op != "output"

@@ -60,17 +60,19 @@ class Rewriter:
         self._sliced: dict[Node, Node] = {}  # what stays whole -> this rank's rows of it
         self._gathered: dict[Node, Node] = {}  # value -> all rows of it, as a matrix
         self._shaped: dict[Node, Node] = {}  # the same in its own shape
+        self._summed: set[Node] = set()  # sums over rows that ranks add up from their own
         self._mask: Node | None = None
         self._like: Node | None = None
 
     def run(self) -> None:
         graph = self._graph
         members = [node for node, root in self._rows.members.items() if root in self._kept]
-        standing, sums = self._standing(members), self._sums(members)
+        self._summed = self._sums(members)
+        standing = self._standing(members)
         for node in list(graph.nodes):
             root = self._rows.members.get(node)
             self._like = node
-            if node in sums:
+            if node in self._summed:
                 with graph.inserting_before(node):
                     node.replace_all_uses_with(self._sum(node))
                 graph.erase_node(node)
@@ -103,7 +105,8 @@ class Rewriter:
         return standing
 
     def _needs_whole(self, user: Node) -> bool:
-        return self._rows.members.get(user) not in self._kept or is_call(user, ALL_REDUCE)
+        needs = self._rows.members.get(user) not in self._kept or is_call(user, ALL_REDUCE)
+        return needs and user not in self._summed
 
     def _sums(self, members: list[Node]) -> set[Node]:
         """Sums over rows that ranks add up from their own rows: not those of what is gathered for others in any case."""

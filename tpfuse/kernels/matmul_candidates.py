@@ -173,7 +173,15 @@ def _own_reduce_scatter(arena: Arena, choice: Choice, *arguments: Any) -> torch.
 
 
 def _own_all_reduce(
-    arena: Arena, choice: Choice, input: Any, weight: Any, bias: Any, scales: Any, out_dtype: Any, composed: Any, more: Any
+    arena: Arena,
+    choice: Choice,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    scales: Any,
+    out_dtype: Any,
+    composed: Any,
+    more: Any = ((), ()),
 ) -> torch.Tensor:
     from tpfuse.kernels.cuda import matmul_reduce_scatter as own
 
@@ -217,8 +225,9 @@ def _symm_mem_all_gather(arena: Arena, choice: Choice, *arguments: Any) -> list[
     return symm_mem.all_gather_matmul(arena, input, weights, biases, gathered)
 
 
-def _composed(arena: Arena, choice: Choice, *arguments: Any) -> torch.Tensor:
-    *_, composed, _ = arguments
+def _composed(
+    arena: Arena, choice: Choice, input: Any, weight: Any, bias: Any, scales: Any, out_dtype: Any, composed: Any, *more: Any
+) -> torch.Tensor:
     return composed()
 
 

@@ -40,17 +40,17 @@ def _only_has_gradient_hooks(module: torch.nn.Module) -> bool:
 
 
 def _without_gradient_hooks(module: torch.nn.Module) -> Callable:
-    summed_over = _group_of_hook(module)
+    summed_over, hooks = _group_of_hook(module), _gradient_hooks(module)
 
     def call(*args, **kwargs):
         if not _only_has_gradient_hooks(module):
             return module._call_impl(*args, **kwargs)
         if not torch.is_grad_enabled():
             return module.forward(*args, **kwargs)
-        alone = len(module._backward_hooks) + len(module._backward_pre_hooks) == 1
-        if summed_over is None or not alone or not torch.compiler.is_compiling():
+        same = _gradient_hooks(module) == hooks
+        if summed_over is None or not same or not torch.compiler.is_compiling():
             return module._call_impl(*args, **kwargs)
-        given = dict(module._parameters)
+        given = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
         for name, parameter in given.items():
             module._parameters[name] = _SummedGradient.apply(parameter, summed_over)
         try:
@@ -62,9 +62,13 @@ def _without_gradient_hooks(module: torch.nn.Module) -> Callable:
     return call
 
 
+def _gradient_hooks(module: torch.nn.Module) -> list[Callable]:
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+
+
 def _group_of_hook(module: torch.nn.Module) -> str | None:
     """Name of the group over which the module's only hook adds up gradients of its parameters; None: it is another hook."""
-    hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    hooks = _gradient_hooks(module)
     plain = all(type(p) is torch.nn.Parameter for p in module.parameters(recurse=False))
     if len(hooks) != 1 or getattr(hooks[0], "__qualname__", "") != _OF_HUGGING_FACE or not plain:
         return None

@@ -76,19 +76,8 @@ def _run(
     return reference(input, weight, group, *given)
 
 
-def _fake(
-    input,
-    weight,
-    group,
-    bias=None,
-    input_scale=None,
-    weight_scale=None,
-    out_dtype=None,
-    wire_dtype=None,
-    share=None,
-    *rest,
-    **more,
-):
+def _fake(input, weight, group, bias=None, input_scale=None, weight_scale=None, out_dtype=None, *rest, **more):
+    share = rest[1] if len(rest) > 1 else more.get("share")
     rows = rows_of(input.shape[0], group, share)
     return torch.empty((rows, weight.shape[1]), dtype=out_dtype or input.dtype, device=input.device)
 
