@@ -48,8 +48,9 @@ def apply(
     returns  the same model
 
     Collective: every rank of the model's groups calls it, with the same arguments. With gradients on, forward and backward
-    are fused together; a model of DTensors then has a graph for each shape, unless ``dynamic`` is given. Applying again
-    with the same arguments changes nothing; with others, they take the place of the first. ``TPFUSE_DISABLE=1`` in the
+    are fused together; a model of DTensors then has a graph for each shape, unless ``dynamic`` is given, and where torch
+    fails to compile a first step the model runs as it was (not with ``strict`` or ``fullgraph``). Applying again with the
+    same arguments changes nothing; with others, they take the place of the first. ``TPFUSE_DISABLE=1`` in the
     environment (of every rank) turns everything off.
 
     Raises ConfigError: bad configuration, a field asked for by name that this version, machine or model cannot honour,

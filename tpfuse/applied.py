@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from tpfuse import tokens
 from tpfuse.comm import agreement, arena, groups
 from tpfuse.config import FusionConfig, Resolved
-from tpfuse.errors import StrictError, TpfuseError
-from tpfuse.graph.backend import TpfuseBackend
+from tpfuse.errors import StrictError, TpfuseError, first_line
+from tpfuse.graph.backend import TpfuseBackend, training_variant
 from tpfuse.models import generate, grad_hooks
 from tpfuse.report import Recorder, Report
 
@@ -77,6 +77,7 @@ class AppliedModel:
         self.previous_call = model._compiled_call_impl
         self._alike: dict[tuple[str, bool], bool] = {}  # by group, and for training apart, once its ranks have been asked
         self._callables: dict[tuple[int, bool, str], Callable] = {}
+        self._succeeded: set[tuple[int, bool, str]] = set()  # keys of callables that have run
         self._boundaries = request.config.row_boundaries(request.fusions)
         self._checked_strictly = not request.strict
         self._paused = ""  # why calls run the model as it is
@@ -138,12 +139,28 @@ class AppliedModel:
                 result = compiled(*args, **kwargs)
         except Exception as error:
             ours = _ours(error)
-            if ours is None:
+            if ours is not None:
+                raise ours from None
+            if not self._may_give_up(key, compile_options):
                 raise
-            raise ours from None
+            cause = getattr(error, "inner_exception", None) or error
+            told = f"{type(cause).__name__}: {first_line(cause)}"
+            self.recorder.note(f"torch failed on a training step, and the model runs as it was before tpfuse.apply: {told}")
+            self.recorder.withdraw(training_variant(tokens.variant_name(self._boundaries, index)))
+            self._callables[key] = as_it_is
+            return as_it_is(*args, **kwargs)
+        self._succeeded.add(key)
         if not self._checked_strictly:
             self._check_strictly()
         return result
+
+    def _may_give_up(self, key: tuple[int, bool, str], compile_options: CompileOptions) -> bool:
+        """Whether the model may run as it is after an error of its first training step: it did before it was applied.
+
+        The same error meets all ranks, for they have the same model.
+        """
+        asked = self.request.strict or compile_options.values.get("fullgraph")
+        return torch.is_grad_enabled() and key not in self._succeeded and not asked
 
     def _compile(self, index: int, compile_options: CompileOptions) -> Callable:
         """The model compiled for the index-th range of row counts; with gradients on, for training."""

@@ -93,6 +93,10 @@ class Recorder:
     def site(self, site: Site) -> None:
         self._sites.setdefault(site)
 
+    def withdraw(self, variant: str) -> None:
+        """Drop what was decided for a variant: it does not run."""
+        self._sites = {site: None for site in self._sites if site.variant != variant}
+
     def note(self, text: str) -> None:
         self._notes.setdefault(text)
 

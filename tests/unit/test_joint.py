@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -11,6 +12,7 @@ import tpfuse
 from tests.unit import norms
 from tests.unit.graphs import FUSED, all_reduce, values
 from tpfuse.graph import joint
+from tpfuse.graph.backend import TpfuseBackend
 from tpfuse.graph.nodes import BACKWARD, TAG
 from tpfuse.testing import fake_world, interpret_graphs
 
@@ -47,6 +49,7 @@ def test_what_follows_from_the_sum_is_computed_again():
     """Of the norm, the backward is given the sum alone; the operation itself is in the forward only."""
     (forward, backward), report = _step()
     assert report.count("fuse_allreduce_rms") == 1 and {s.variant for s in report.sites} == {"all, training"}
+    assert report.compile_seconds.keys() == {"all, training"}
     assert _targets(forward).count(FUSED) == 1 and FUSED not in _targets(backward)
     assert aten.rsqrt.default not in _targets(forward) and aten.rsqrt.default in _targets(backward)
 
@@ -55,6 +58,29 @@ def test_without_fusions_the_graphs_are_those_of_torch():
     (forward, backward), report = _step({"optimization_level": 0})
     assert FUSED not in {*_targets(forward), *_targets(backward)} and not report.count("fuse_allreduce_rms")
     assert aten.rsqrt.default in _targets(forward)
+
+
+def _fail(module, example_inputs, **kwargs):
+    raise RuntimeError("no such backward")
+
+
+def test_a_step_that_torch_cannot_compile(monkeypatch):
+    """The model runs as it was, and the report says so; not where that was not wanted."""
+    with fake_world(2):
+        monkeypatch.setattr(TpfuseBackend, "codegen", staticmethod(_fail))
+        model = tpfuse.apply(Block())
+        for _ in range(2):
+            model.zero_grad()
+            model(values(T, D, dtype=torch.float32))[0].sum().backward()
+            assert all(parameter.grad.abs().sum() for parameter in model.parameters())
+        report = tpfuse.explain(model)
+        assert not report.sites and any("as it was" in n and "RuntimeError: no such backward" in n for n in report.notes)
+        with pytest.raises(Exception, match="no such backward"), torch.no_grad():
+            model(values(T, D, dtype=torch.float32))
+        for options in ({"strict": True}, {"fullgraph": True}):
+            with pytest.raises(Exception, match="no such backward"):
+                tpfuse.apply(Block(), **options)(values(T, D, dtype=torch.float32))
+        torch._dynamo.reset()
 
 
 class _Count(CustomGraphPass):

@@ -129,7 +129,7 @@ class TpfuseBackend:
             with _disable_current_modes():
                 replicated = {name: weights(module.graph, self._inputs, name) for name in asked}
                 differing = {name: unlike(module.graph, self._inputs, name, digest) for name in asked}
-        variant = f"{self.variant}, training" if training else self.variant
+        variant = self._compiling = training_variant(self.variant) if training else self.variant
         context = Context(
             self.fusions,
             self.recorder,
@@ -174,6 +174,11 @@ class TpfuseBackend:
     def reset(self) -> None:
         """Called by ``torch._dynamo.reset()``: drop CUDA graphs."""
         self.inductor.reset()
+
+
+def training_variant(variant: str) -> str:
+    """How the report calls a variant's graphs of training."""
+    return f"{variant}, training"
 
 
 class _FirstPass(CustomGraphPass):
