@@ -30,7 +30,7 @@ class Context:
     ranks_alike  whether the ranks of its groups have the same graph: else only what changes no collective may be done
     rows         the fewest and the most rows of a call
     sp_min_rows  rows from which they may be sharded; None: any number
-    replicated   by group: inputs of the graph that are known to be weights which all its ranks have alike
+    replicated   by group: inputs of the graph that are known to be no shards of weights
     unlike       by group: nodes that are known to have other constants on other ranks, or inputs other values
     """
 

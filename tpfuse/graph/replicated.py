@@ -24,11 +24,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tpfuse.comm import agreement, groups
 from tpfuse.graph.nodes import Node
 
+_NO_WEIGHTS = (torch.int64, torch.bool)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weights(graph: Graph, inputs: Sequence[Any], group_name: str) -> set[Node]:
-    """Inputs of the graph that are replicated weights. Collective where some were not compared yet.
+    """Inputs of the graph that are replicated weights, or no matrices of weights.
+
+    Collective where some were not compared yet.
 
     inputs  the tensors that the graph is compiled for, by the number that torch gives its inputs
     """
@@ -44,6 +47,8 @@ def weights(graph: Graph, inputs: Sequence[Any], group_name: str) -> set[Node]:
                 found.add(node)
         elif type(given) is torch.nn.Parameter and given.dim() > 1 and given.is_floating_point():
             asked[node] = given
+        elif isinstance(given, torch.Tensor) and (given.dim() < 2 or given.dtype in _NO_WEIGHTS):
+            found.add(node)  # tokens, masks, frequencies, vectors
     new = [given for given in asked.values() if given not in known]
     if new:
         everybody = agreement.exchange(group, "comparing weights", {str(n): _bits(each) for n, each in enumerate(new)})

@@ -124,7 +124,7 @@ def count(node: Node) -> Any:
 def find(graph: Graph, reduces: list[Node], group: str, replicated: set[Node], unlike: Set[Node] = frozenset()) -> Rows:
     """The rows of these all-reduces, which have equally many, and all that is row-wise in them.
 
-    replicated  inputs of the graph that are known to be weights which the group's ranks have alike
+    replicated  inputs of the graph that are known to be no shards of weights
     unlike      nodes that are known to have other constants on other ranks, or inputs other values
     """
     rows = Rows(count(reduces[0]), group)
