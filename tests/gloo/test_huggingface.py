@@ -126,7 +126,7 @@ def _inductor(rank: int, folder: str) -> dict[str, object]:
     compile_config = CompileConfig()
     compile_config._compile_all_devices = True
     tokens = _generate(model, _ids(1, 9), cache_implementation="static", compile_config=compile_config)
-    modes = {key for _, key in model._compiled_call_impl._callables}
+    modes = {key for *_, key in model._compiled_call_impl._callables}
     return {
         "error": max(errors),
         "graphs": (graphs, plain_graphs),

@@ -566,3 +566,13 @@ def test_torchs_kernels(monkeypatch):
     assert [*map(torch.equal, got, (six, six + bias, torch.ones(8, 3)))] == [True] * 3 and len(got) == 3
     (got,) = run[ALL_GATHER_MATMUL](StandIn(), TORCH, x, (w,), 8, [], False, None, [], None)
     assert torch.equal(got, six)
+
+
+def test_an_all_reduce_without_further_products(own):
+    """As the tuner calls its candidates."""
+    own.of = by_table((1, PRODUCT), op=MATMUL_ALL_REDUCE)
+    x, w = torch.empty(64, K, dtype=BF16), torch.empty(K, N, dtype=BF16)
+    arguments = (own.of.arena, Choice(OWN), x, w, None, None, None, lambda: "composed")
+    assert MATMULS[MATMUL_ALL_REDUCE][PRODUCT.candidate].run(*arguments) == "composed"
+    assert MATMULS[MATMUL_ALL_REDUCE][OWN].run(*arguments) == "matmul_reduce_scatter"
+    assert own.calls[-1]["more"] == matmul.NO_MORE
