@@ -34,6 +34,12 @@ def _choose_ours() -> None:
     dist.barrier()
 
 
+def _sharded_llama() -> torch.nn.Module:
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    return build_sharded(family_config("llama", **sizes), mesh, torch.bfloat16)
+
+
 def _logits(model, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids, use_cache=False).logits.float()
@@ -46,9 +52,7 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _llama(rank: int) -> dict[str, object]:
     _choose_ours()
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
-    model = build_sharded(family_config("llama", **sizes), mesh, torch.bfloat16)
+    model = _sharded_llama()
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randint(3, VOCABULARY, shape, generator=generator).cuda() for shape in CALLS]
     expected = [_logits(model, ids) for ids in inputs]
@@ -77,9 +81,7 @@ def _gradients(model, ids: torch.Tensor, toward: torch.Tensor) -> dict[str, torc
 
 def _training(rank: int) -> dict[str, object]:
     _choose_ours()
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
-    model = build_sharded(family_config("llama", **sizes), mesh, torch.bfloat16)
+    model = _sharded_llama()
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (1, 301), generator=generator).cuda()
     toward = torch.randn(1, 301, VOCABULARY, generator=generator).cuda()

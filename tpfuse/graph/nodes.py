@@ -117,6 +117,12 @@ def is_contiguous(node: Node) -> bool:
     return True
 
 
+def arguments(node: Node) -> dict[str, Any]:
+    """What a call of an operator was given, positionally or by name, under the names of its schema."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def sole_user(node: Node) -> Node:
     """The only user, or None."""
     return next(iter(node.users)) if len(node.users) == 1 else None

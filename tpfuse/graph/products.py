@@ -20,6 +20,7 @@ from tpfuse.graph.nodes import (
     SHARDED,
     WAIT,
     Node,
+    arguments,
     aten,
     dtype,
     emit,
@@ -72,8 +73,7 @@ def product(node: Node) -> Product | None:
 
 def _scaled(node: Node) -> Product | None:
     """Scales of one number each, or of each row and column; summed as exactly as the operations sum."""
-    names = ("self", "mat2", "scale_a", "scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = arguments(node)
     input, weight, scales = given["self"], given["mat2"], (given["scale_a"], given["scale_b"])
     out_dtype, bias = given.get("out_dtype"), given.get("bias")
     if given.get("scale_result") is not None or given.get("use_fast_accum") or out_dtype is None:

@@ -26,6 +26,7 @@ from tpfuse.graph.nodes import (
     VIEWS,
     WAIT,
     Node,
+    arguments,
     aten,
     is_backward,
     is_call,
@@ -209,7 +210,7 @@ def _over_last(node: Node) -> bool:
     last = value(node.args[0]).dim() - 1
     results = value(node) if isinstance(value(node), (tuple, list)) else (value(node),)
     kept = all(result.dim() == last + 1 for result in results)
-    return bool(last and kept and _argument(node, "keepdim") and _dims(node) == [last])
+    return bool(last and kept and arguments(node).get("keepdim") and _dims(node) == [last])
 
 
 def _sums_rows(node: Node) -> bool:
@@ -219,12 +220,7 @@ def _sums_rows(node: Node) -> bool:
 
 def _dims(node: Node) -> list[int]:
     """Dimensions that a reduction is over."""
-    return sorted(dim % value(node.args[0]).dim() for dim in _argument(node, "dim") or ())
-
-
-def _argument(node: Node, name: str) -> Any:
-    names = [argument.name for argument in node.target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
+    return sorted(dim % value(node.args[0]).dim() for dim in arguments(node).get("dim") or ())
 
 
 def _alike(graph: Graph, group: str, replicated: set[Node], unlike: Set[Node]) -> set[Node]:
@@ -285,5 +281,5 @@ def _is_pure(node: Node) -> bool:
     if getattr(node.target, "namespace", "") not in ("aten", "prims") or node.target._schema.is_mutable:
         return False
     if node.target.__name__.startswith("_scaled_dot_product"):  # random by its tag
-        return not _argument(node, "dropout_p")
+        return not arguments(node).get("dropout_p")
     return torch.Tag.nondeterministic_seeded not in node.target.tags and "inductor_" not in node.target.__name__
