@@ -10,7 +10,7 @@ import math
 from torch.fx import Graph
 
 from tpfuse.graph.context import FUSION, Context
-from tpfuse.graph.nodes import ALL_REDUCE, WAIT, Node, dtype, emit, is_call, sole_user, value
+from tpfuse.graph.nodes import ALL_REDUCE, WAIT, Node, dtype, emit, is_call, next_call, sole_user, value
 from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import DTYPES, Problem
 from tpfuse.ops.all_reduce import NAME, OP
@@ -24,7 +24,7 @@ def run(graph: Graph, context: Context) -> None:
         if not is_call(node, ALL_REDUCE):
             continue
         wait = sole_user(node)
-        if wait is None or not is_call(wait, WAIT) or not _fit(node) or _next_call(node) is not wait:
+        if wait is None or not is_call(wait, WAIT) or not _fit(node) or next_call(node) is not wait:
             continue
         kernels = _may_run(node, str(node.args[2]))
         if not kernels:
@@ -40,14 +40,6 @@ def run(graph: Graph, context: Context) -> None:
 
 def _fit(node: Node) -> bool:
     return node.args[1] == "sum" and isinstance(node.args[2], str) and dtype(node) in DTYPES
-
-
-def _next_call(node: Node) -> Node:
-    """The next node that does something."""
-    following = node.next
-    while following.op in ("placeholder", "get_attr"):
-        following = following.next
-    return following
 
 
 def _may_run(node: Node, group_name: str) -> list[str]:

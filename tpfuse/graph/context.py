@@ -20,6 +20,8 @@ FUSION = "fuse_allreduce_rms"
 SEQUENCE_PARALLEL = "enable_sp"
 #: The one that joins GEMMs and the collectives next to them.
 GEMM_COMMS = "fuse_gemm_comms"
+#: Those that quantise what a norm, or a gated activation, gives.
+NORM_QUANT, ACT_QUANT = "fuse_norm_quant", "fuse_act_quant"
 #: Why a collective is left alone where ``Context.ranks_alike`` is false.
 NOT_ALIKE = "ranks have different graphs or forward hooks"
 

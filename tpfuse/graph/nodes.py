@@ -172,6 +172,14 @@ def is_before(a: Node, b: Node) -> bool:
     return a._sort_key < b._sort_key
 
 
+def next_call(node: Node) -> Node:
+    """The next node that is not an input of the graph."""
+    following = node.next
+    while following.op in ("placeholder", "get_attr"):
+        following = following.next
+    return following
+
+
 def unused_cone(node: Node) -> set[Node]:
     """The node and all that only it needs: what would go if it went. The node itself must have no users."""
     cone, pending = {node}, [node]

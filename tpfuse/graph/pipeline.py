@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule
 
 from tpfuse.config import FUSION_LEVELS, FusionConfig, Resolved
 from tpfuse.graph import (
+    act_mul_quantize_fp8,
     all_gather_matmul,
     all_reduce,
     all_reduce_rms_norm,
@@ -29,9 +30,12 @@ from tpfuse.graph import (
     merge_all_reduces,
     order,
     raise_,
+    raise_act,
+    raise_quantize,
+    rms_norm_quantize_fp8,
     sequence_parallel,
 )
-from tpfuse.graph.context import FUSION, GEMM_COMMS, SEQUENCE_PARALLEL, Context
+from tpfuse.graph.context import ACT_QUANT, FUSION, GEMM_COMMS, NORM_QUANT, SEQUENCE_PARALLEL, Context
 from tpfuse.graph.nodes import ALL_GATHER, ALL_REDUCE, OTHER_ALL_REDUCES, REDUCE_SCATTER, is_call, value
 from tpfuse.ops.all_reduce import OP as PLAIN_OP
 from tpfuse.ops.all_reduce_rms_norm import OP as FUSED_OP
@@ -40,7 +44,11 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     merge_all_reduces.run,
     sequence_parallel.run,
     raise_.run,
+    raise_act.run,
+    raise_quantize.run,
     all_reduce_rms_norm.run,
+    rms_norm_quantize_fp8.run,
+    act_mul_quantize_fp8.run,
     matmul_reduce_scatter.run,
     all_gather_matmul.run,
     matmul_all_reduce.run,
@@ -54,6 +62,8 @@ OPS = {
     FUSION: all_reduce_rms_norm.NAME,
     SEQUENCE_PARALLEL: "reduce_scatter_tensor",
     GEMM_COMMS: matmul_reduce_scatter.NAME,
+    NORM_QUANT: rms_norm_quantize_fp8.NAME,
+    ACT_QUANT: act_mul_quantize_fp8.NAME,
 }
 #: Those that no level turns on, with the reason.
 BY_NAME_ONLY = dict.fromkeys((SEQUENCE_PARALLEL, GEMM_COMMS), "only where it is asked for by name")

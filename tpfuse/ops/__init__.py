@@ -1,9 +1,21 @@
 """Fused operations, callable eagerly. Each file holds one: its meaning, schema, fake form and dispatch."""
 
+from tpfuse.ops.act_mul_quantize_fp8 import act_mul_quantize_fp8
 from tpfuse.ops.all_gather_matmul import all_gather_matmul
 from tpfuse.ops.all_reduce import all_reduce
 from tpfuse.ops.all_reduce_rms_norm import all_reduce_rms_norm
 from tpfuse.ops.matmul_all_reduce import matmul_all_reduce
 from tpfuse.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tpfuse.ops.quantize_fp8 import Recipe
+from tpfuse.ops.rms_norm_quantize_fp8 import rms_norm_quantize_fp8
 
-__all__ = ["all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "Recipe",
+    "act_mul_quantize_fp8",
+    "all_gather_matmul",
+    "all_reduce",
+    "all_reduce_rms_norm",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "rms_norm_quantize_fp8",
+]

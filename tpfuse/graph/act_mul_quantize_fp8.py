@@ -1,0 +1,58 @@
+"""FUSE: act(gate) * up -> quantisation to FP8 becomes ``tpfuse::act_mul_quantize_fp8``, on one GPU.
+
+As for norms (rms_norm_quantize_fp8.py), a site is left to Inductor where the kernel was not measured to be faster.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Graph
+
+from tpfuse.graph.context import ACT_QUANT, Context
+from tpfuse.graph.nodes import Node, emit, is_call, is_node, keeps_last, latest, next_call
+from tpfuse.graph.quantised import choose, is_stored, needed_elsewhere, release, replace
+from tpfuse.ops import act_mul, quantize_fp8
+from tpfuse.ops.act_mul_quantize_fp8 import NAME, OP
+
+
+def run(graph: Graph, context: Context) -> None:
+    for node in list(graph.nodes) if context.fusions[ACT_QUANT].on else ():
+        product = _product_of(node)
+        if product is None:
+            continue
+        kernel, reason = choose(node, ACT_QUANT, product, all(map(is_stored, product.args[:2])), context)
+        context.decide(
+            "skipped" if reason else "fused",
+            product,
+            fusion=ACT_QUANT,
+            op=NAME,
+            reason=reason,
+            kernel="" if reason else kernel,
+        )
+        if not reason:
+            _rewrite(graph, node, product)
+            context.rewrites += 1
+
+
+def _product_of(node: Node) -> Node | None:
+    """The canonical gated activation that a canonical quantisation reads."""
+    if not is_call(node, quantize_fp8.OP):
+        return None
+    source = node.args[0]
+    while keeps_last(source):
+        source = source.args[0]
+    return source if is_call(source, act_mul.OP) else None
+
+
+def _rewrite(graph: Graph, node: Node, product: Node) -> None:
+    gate, up, act = product.args
+    _, fp8, scale, *recipe = node.args
+    release(graph, node)
+    kept = needed_elsewhere(product, node)
+    with graph.inserting_before(next_call(latest([n for n in (gate, up, scale) if is_node(n)]))):
+        fused = emit(graph, OP, (gate, up, act, kept, fp8, scale, *recipe), like=product)
+        values, scales, whole = (emit(graph, operator.getitem, (fused, index), like=product) for index in range(3))
+    replace(graph, node, values, scales)
+    if kept:
+        product.replace_all_uses_with(whole)

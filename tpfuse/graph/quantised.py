@@ -1,0 +1,77 @@
+"""What the two fusions with quantisation on one GPU share: whether a kernel pays, and what lies in memory anyway."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from torch.fx import Graph
+
+from tpfuse.graph.context import NORM_QUANT, Context
+from tpfuse.graph.nodes import COPIES, VIEWS, WAIT, Node, aten, erase_cone, is_call, keeps_last, value
+from tpfuse.graph.raise_ import ORIGINAL
+from tpfuse.kernels import REFERENCE, quantize
+from tpfuse.ops.quantize_fp8 import Recipe
+
+KERNEL = "tpfuse"
+#: What Inductor does not compute itself: its result is written to memory whatever follows.
+_STORED = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default, WAIT, operator.getitem)
+_PARTS = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
+
+
+def is_stored(node: Node) -> bool:
+    """Whether a value lies in memory, whoever reads it: an input of the graph, or what no kernel of Inductor computes."""
+    while is_call(node, *VIEWS, *COPIES, *_PARTS) or (is_call(node, operator.getitem) and is_call(node.args[0], *_PARTS)):
+        node = node.args[0]
+    return node.op in ("placeholder", "get_attr") or is_call(node, *_STORED)
+
+
+def release(graph: Graph, node: Node) -> None:
+    """Erase what a canonical quantisation was raised from: it is going to be fused."""
+    results = list(node.users)
+    originals = [n.meta.pop(ORIGINAL) for n in (*results, *(u for r in results for u in r.users)) if ORIGINAL in n.meta]
+    for original in sorted(originals, key=lambda n: n._sort_key, reverse=True):
+        if not original._erased and not original.users:
+            erase_cone(graph, original)
+
+
+def needed_elsewhere(source: Node, node: Node) -> bool:
+    """Whether anything but the quantisation ``node`` reads a value, or a view of it."""
+    users = list(source.users)
+    for user in users:  # grows as it goes
+        if keeps_last(user):
+            users += user.users
+        elif user is not node:
+            return True
+    return False
+
+
+def replace(graph: Graph, node: Node, values: Node, scales: Node) -> None:
+    """Let the results of a fused operation stand for those of the canonical quantisation."""
+    for result in list(node.users):
+        result.replace_all_uses_with((values, scales)[result.args[1]])
+        graph.erase_node(result)
+    graph.erase_node(node)
+
+
+def choose(node: Node, fusion: str, source: Node, stored: bool, context: Context) -> tuple[str, str]:
+    """(what would run a fusion that ends in the canonical quantisation ``node``, why it is left to Inductor or "").
+
+    source  what is quantised    stored  whether all that the operation reads lies in memory anyway
+    """
+    tensor, scale = value(source), node.args[2] if len(node.args) > 2 else None
+    recipe = Recipe(*node.args[3:])
+    if tensor.device.type == "cpu":
+        explicit = context.fusions[fusion].explicit
+        return (
+            REFERENCE,
+            "" if explicit else "Inductor's own kernel is taken on a CPU, unless the fusion is asked for by name",
+        )
+    reason = quantize.cannot(tensor, recipe.arguments, scale is not None, fusion == NORM_QUANT)
+    if reason:
+        return "", reason
+    rows = tensor.shape[:-1]
+    fewest = math.prod(rows) if all(isinstance(size, int) for size in rows) else context.rows[0]
+    return KERNEL, quantize.why_not_faster(
+        fusion == NORM_QUANT, recipe.group, scale is not None, tensor.shape[-1], fewest, stored
+    )

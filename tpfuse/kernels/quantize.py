@@ -1,0 +1,175 @@
+"""Norm or activation with quantisation to FP8 on one GPU, by our Triton kernels: what they cannot do, and their launch.
+
+T  rows (tokens, all leading dimensions together)     D  row length     G  group size
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16)
+LONGEST_ROW = 16384  # elements that one program keeps in registers
+_LONGEST_NORM = 8192  # elements: above, registers were seen to limit how much of memory's speed is reached
+_FEWEST_STATIC_ROWS = (2048, 64)  # with a given scale: of a norm, of an activation
+_MANY_ROWS = 512  # from which warps of more elements each were seen to be faster
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+Recipe = tuple[int | None, torch.dtype, float, bool, bool, bool]  # fields of tpfuse.ops.Recipe
+
+
+def cannot(x: torch.Tensor, recipe: Recipe, static: bool, whole_rows: bool) -> str:
+    """Why the kernels cannot take x [..., D]; "" if they can.
+
+    static      the scale is given, not computed by the recipe
+    whole_rows  the kernel needs a row at once, whatever its scales
+    """
+    size, group, scale_dtype = x.shape[-1], *recipe[:2]
+    if x.device.type != "cuda":
+        return f"no kernel for {x.device.type}"
+    if torch.cuda.get_device_capability(x.device) < (8, 9):
+        return "compute capability 8.9 is needed for FP8"
+    if x.dtype not in DTYPES:
+        return f"dtype {x.dtype}"
+    if not static and scale_dtype not in (torch.float32, x.dtype):
+        return f"scales of {x.dtype} values are computed in {scale_dtype}"
+    if not static and group is None:
+        return "one scale for the whole tensor is known only after a pass over it"
+    if not static and group != size and (group & (group - 1) or size % group):  # type: ignore[operator]
+        return f"groups of {group} in rows of {size}"
+    if (whole_rows or (not static and group == size)) and size > LONGEST_ROW:
+        return f"a row of {size} elements is longer than {LONGEST_ROW}"
+    return ""
+
+
+def why_not_faster(norm: bool, group: int | None, static: bool, size: int, rows: int, stored: bool) -> str:
+    """Why Inductor's kernel is taken where both can run; "" where ours was measured to be faster (H200).
+
+    norm  of a norm, rather than an activation    rows  the fewest of a call
+    stored  what the kernel reads lies in memory anyway, rather than being computed for it
+    """
+    if norm and size > _LONGEST_NORM:
+        return f"a row of {size} elements: Inductor's kernel is as fast"
+    if not static and group != size:
+        odd = norm and size & (size - 1)
+        return f"a row of {size} elements in groups: Inductor's kernel is as fast" if odd else ""
+    if not stored:
+        return "Inductor computes what it reads in the same kernel"
+    few = static and rows < _FEWEST_STATIC_ROWS[0 if norm else 1]
+    return "a scale that is given: Inductor's kernel is as fast for few rows" if few else ""
+
+
+def rms_norm_quantize_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    normed_dtype: torch.dtype | None,
+    keep_normed: bool,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    recipe: Recipe,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operation of ``tpfuse.ops.rms_norm_quantize_fp8`` (see there), where ``cannot`` finds nothing."""
+    from tpfuse.kernels.triton.quantize import tpfuse_rms_norm_quantize_fp8 as kernel
+
+    size, rows = x.shape[-1], _rows(x)
+    summands = None if residual is None else _rows(residual.contiguous())
+    values, scales, given, constants = _scales(x, dtype, scale, recipe)
+    normed, total = (x.new_empty(x.shape if there else 0) for there in (keep_normed, residual is not None))
+    block = _power_of_two(size)
+    groups = scales.shape[-1]
+    arguments = (rows, summands, weight, normed, total, values, scales, given, size, rows.stride(0), groups, 1)
+    switches = (block, residual is not None, weight is not None, bool(weight_offset), normed_dtype == x.dtype, keep_normed)
+    numbers = (float(eps), float(weight_offset), float(recipe[2]))
+    warps = min(32, max(1, block // 256)) if rows.shape[0] < _MANY_ROWS else min(16, max(4, block // 1024))
+    _launch(kernel, (rows.shape[0], 1, 1), (*arguments, *numbers), (*switches, *constants), warps)
+    return values, scales, normed, total
+
+
+def act_mul_quantize_fp8(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    act: str,
+    keep_product: bool,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    recipe: Recipe,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operation of ``tpfuse.ops.act_mul_quantize_fp8`` (see there), where ``cannot`` finds nothing."""
+    from tpfuse.kernels.triton.quantize import tpfuse_act_mul_quantize_fp8 as kernel
+
+    size, gates, ups = gate.shape[-1], _rows(gate), _rows(up)
+    values, scales, given, constants = _scales(gate, dtype, scale, recipe)
+    product = gate.new_empty(gate.shape if keep_product else 0)
+    block, warps = _act_layout(size, gates.shape[0], 1 if scale is not None else recipe[0])
+    groups = scales.shape[-1]
+    arguments = (gates, ups, product, values, scales, given, size, gates.stride(0), ups.stride(0), groups, 1)
+    grid = (gates.shape[0], -(-size // block), 1)
+    _launch(kernel, grid, (*arguments, float(recipe[2])), (block, _ACTIVATIONS[act], keep_product, *constants), warps)
+    return values, scales, product
+
+
+def _act_layout(size: int, rows: int, group: int | None) -> tuple[int, int]:
+    """(elements, warps) of a program: a row where that has one scale, else a piece of it. Measured on an H200."""
+    block = _power_of_two(size)
+    if group == size:
+        return block, min(32, max(1, block // (256 if rows < _MANY_ROWS or block > 8192 else 1024)))
+    few = size * rows < 1 << 20
+    piece = max(min(512 if few else 1024, block), group or 1)
+    per_warp = 128 if few else 256 if group == 1 else 512
+    return piece, max(1, piece // per_warp)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[T, D], of which elements of a row lie side by side, from 16 bytes on; x itself where it is so."""
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _scales(
+    x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    """(values, scales, the given scale or a stand-in, constants of the kernel from GROUP on)."""
+    group, scale_dtype, floor, zero_to_one, by_reciprocal, power_of_two = recipe
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if scale is not None:
+        scales, kind = scale.new_empty(0), 0
+    else:
+        assert group is not None
+        scales = torch.empty((*x.shape[:-1], x.shape[-1] // group), dtype=torch.float32, device=x.device)
+        kind = -1 if group == x.shape[-1] else group
+    narrow = scale_dtype == x.dtype
+    switches = (kind, float(torch.finfo(dtype).max), narrow, floor > 0, zero_to_one, by_reciprocal, power_of_two)
+    return values, scales, scales if scale is None else scale, switches
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, constants: tuple, warps: int) -> None:
+    """Like ``kernel[grid](...)``, in a third of the host's time: what is compiled is found by what it is compiled for."""
+    tensors = next(a for a in arguments if isinstance(a, torch.Tensor))
+    key = (kernel, tensors.device, warps, constants, *map(_kind, arguments))
+    found = _compiled.get(key)
+    with torch.cuda.device(tensors.device):
+        if found is None:
+            names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+            found = kernel.warmup(*arguments, **dict(zip(names, constants, strict=True)), grid=(1,), num_warps=warps)
+            found._init_handles()
+            _compiled[key] = found
+        found[grid](*arguments, *constants, stream=torch.cuda.current_stream().cuda_stream)
+
+
+_compiled: dict[tuple, Any] = {}
+
+
+def _kind(argument: Any) -> Any:
+    """What of an argument Triton compiles a kernel for."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return (argument == 1, argument % 16 == 0) if isinstance(argument, int) else type(argument)

@@ -1,0 +1,155 @@
+"""Rows to FP8 on one GPU: RMSNorm and then quantisation, activation and then quantisation, each in one pass over memory.
+
+A program has one row, or a piece of one where scales do not span rows; it stays in registers from the load to the last
+store. Every step rounds where the model's own operations round: bytes are those of the unfused computation, but for the
+last bit of a norm's sum or of an exponential.
+
+D  row length     GROUP  elements that share a scale
+"""
+
+import triton
+import triton.language as tl
+
+STATIC, ROW = tl.constexpr(0), tl.constexpr(-1)  # GROUP: one scale is given; one is computed for each row
+SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)
+#: Scales outside are applied by a true division: their reciprocals or remainders leave the range of normal numbers.
+_LEAST, _MOST = tl.constexpr(2.0**-60), tl.constexpr(2.0**60)
+
+
+@triton.jit
+def _greater(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _magnitude(y, axis: tl.constexpr):
+    """Greatest magnitude along an axis; NaN where there is one (compared as integers, where NaN is above all)."""
+    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.reduce(bits, axis, _greater, keep_dims=True).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_of(
+    most, floor, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr,
+    POWER: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The scale for values of the greatest magnitude ``most``, as tpfuse.ops.quantize_fp8.dynamic_scale."""
+    if FLOOR:
+        most = tl.where(most < floor, floor, most)  # keeps NaN
+    if ZERO_TO_ONE:
+        most = tl.where(most > 0.0, most, 1.0)
+    scale = most * (1.0 / MOST)  # as torch and Inductor divide by a number on CUDA
+    if NARROW:
+        scale = scale.to(DTYPE).to(tl.float32)
+    if POWER:
+        bits = scale.to(tl.int32, bitcast=True)
+        exact = (bits & 0x7FFFFF) == 0
+        up = tl.where(exact, bits, (bits & 0x7F800000) + 0x800000)
+        scale = tl.where(scale < 3e38, up.to(tl.float32, bitcast=True), scale)
+    return scale
+
+
+@triton.jit
+def _divide(y, scale, RECIPROCAL: tl.constexpr, GIVEN: tl.constexpr):
+    """y / scale, rounded as IEEE does (or y times the rounded reciprocal): from the reciprocal, by one step of Newton."""
+    reciprocal = tl.math.div_rn(1.0, scale)
+    scaled = y * reciprocal
+    if not RECIPROCAL:
+        if GIVEN:  # infinite values may meet a finite scale: keep the remainder a number
+            scaled = tl.clamp(scaled, -3e38, 3e38)
+        corrected = tl.fma(tl.fma(-scaled, scale, y), reciprocal, scaled)
+        sign = y.to(tl.int32, bitcast=True) & -0x80000000  # which a remainder of zero loses for -0.0
+        scaled = (corrected.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        fit = (scale > _LEAST) & (scale < _MOST)
+        if tl.max(tl.where(fit, 0, 1)) > 0:
+            scaled = tl.math.div_rn(y, scale)
+    return scaled
+
+
+@triton.jit
+def _quantize(
+    y, scale_in, scales, values, at, scale_at, scale_step, mask, scale_mask, floor,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr,
+    ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
+):  # fmt: skip
+    """Store y [BLOCK], of the model's dtype, as FP8 at the places ``at``, and its scales from ``scale_at`` on."""
+    DTYPE: tl.constexpr = y.dtype
+    FP8: tl.constexpr = values.dtype.element_ty
+    wide = y.to(tl.float32)
+    if GROUP == STATIC:
+        scaled = _divide(wide, tl.load(scale_in + tl.arange(0, 1)), False, True)
+    elif GROUP == ROW:
+        scale = _scale_of(_magnitude(wide, 0), floor, MOST, NARROW, FLOOR, ZERO_TO_ONE, POWER, DTYPE)
+        tl.store(scales + scale_at + tl.arange(0, 1), scale)
+        scaled = _divide(wide, scale, RECIPROCAL, False)
+    else:
+        groups = tl.reshape(wide, (BLOCK // GROUP, GROUP))
+        scale = _scale_of(_magnitude(groups, 1), floor, MOST, NARROW, FLOOR, ZERO_TO_ONE, POWER, DTYPE)
+        places = scale_at + tl.arange(0, BLOCK // GROUP)[:, None] * scale_step
+        tl.store(scales + places, scale, mask=tl.arange(0, BLOCK // GROUP)[:, None] < scale_mask)
+        scaled = tl.reshape(_divide(groups, scale, RECIPROCAL, False), (BLOCK,))
+    tl.store(values + at, scaled.to(FP8), mask=mask)  # the conversion saturates
+
+
+@triton.jit
+def tpfuse_rms_norm_quantize_fp8(
+    x, residual, weight, normed, total, values, scales, scale_in, size, row_stride, scale_row, scale_step,
+    eps, offset, floor,
+    BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
+    KEEP: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr,
+    ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
+):  # fmt: skip
+    """One row: [+ residual, stored as total] -> RMSNorm [stored as normed] -> FP8."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < size
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    h = tl.load(x + row * row_stride + column, mask=mask, other=0.0)
+    if RESIDUAL:
+        h = (h.to(tl.float32) + tl.load(residual + row * size + column, mask=mask, other=0.0).to(tl.float32)).to(DTYPE)
+        tl.store(total + row * size + column, h, mask=mask)
+    wide = h.to(tl.float32)
+    y = wide * tl.math.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    if ROUND:
+        y = y.to(DTYPE).to(tl.float32)
+    if WEIGHT:
+        w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+        y *= w + offset if OFFSET else w
+    y = y.to(DTYPE)
+    if KEEP:
+        tl.store(normed + row * size + column, y, mask=mask)
+    groups = size // GROUP if GROUP > 0 else 1
+    _quantize(
+        y, scale_in, scales, values, row * size + column, row * scale_row, scale_step, mask, groups, floor,
+        BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER,
+    )  # fmt: skip
+
+
+@triton.jit
+def tpfuse_act_mul_quantize_fp8(
+    gate, up, products, values, scales, scale_in, size, gate_stride, up_stride, scale_row, scale_step, floor,
+    BLOCK: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+    NARROW: tl.constexpr, FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
+):  # fmt: skip
+    """A row, or BLOCK elements of it: act(gate) * up [stored as products] -> FP8."""
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = piece * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    DTYPE: tl.constexpr = gate.dtype.element_ty
+    g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if ACT == SILU:
+        a = tl.fdiv(g, 1.0 + tl.exp(-g))
+    else:
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        a = 0.5 * g * (2.0 - tl.fdiv(2.0, 1.0 + tl.exp(2.0 * inner)))
+    y = (a.to(DTYPE).to(tl.float32) * u).to(DTYPE)
+    if KEEP:
+        tl.store(products + row * size + column, y, mask=mask)
+    first = piece * (BLOCK // GROUP) if GROUP > 0 else 0
+    groups = size // GROUP - first if GROUP > 0 else 1
+    _quantize(
+        y, scale_in, scales, values, row * size + column, row * scale_row + first * scale_step, scale_step,
+        mask, groups, floor,
+        BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER,
+    )  # fmt: skip
