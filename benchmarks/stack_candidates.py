@@ -108,7 +108,7 @@ def contestant(case: Case, name: str, x: torch.Tensor, toward: torch.Tensor | No
             dropped = DropAllReduces()
             passes, note = {"post_grad_custom_post_pass": dropped}, lambda: check_dropped(dropped, sites(case))
         elif name == ASYNC:
-            enable_symmetric_memory(case.ranks)
+            enable_symmetric_memory(case.mesh)
             counted = CountFused()
             passes = {"post_grad_custom_post_pass": counted, "_micro_pipeline_tp": True}
             note = lambda: check_counted(counted)  # noqa: E731
@@ -130,15 +130,15 @@ def tpfuse_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     whole = {"fuse_gemm_comms": True}
     if name == "tpfuse_whole":
         return whole
-    fewest = {} if name == "tpfuse_sharded" else {"sp_min_token_num": args.sp_min_token_num}
-    return {**whole, "enable_sp": True, **fewest}
+    fewest = 1 if name == "tpfuse_sharded" else args.sp_min_token_num
+    return {**whole, "enable_sp": True, "sp_min_token_num": fewest}
 
 
-def enable_symmetric_memory(ranks: Ranks) -> None:
+def enable_symmetric_memory(mesh: DeviceMesh) -> None:
     """Where torch still wants to be asked, its pass does nothing without this."""
     from torch.distributed import _symmetric_memory
 
-    group_name: Any = ranks.group_name  # from 2.13 on a type of its own
+    group_name: Any = mesh.get_group().group_name  # from 2.13 on a type of its own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(group_name)

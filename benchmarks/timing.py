@@ -282,14 +282,21 @@ def capture(body: Callable[[int], Any], inner: int, pool: Any = None) -> tuple[t
     """A graph of so many calls, and the outputs of the last one.
 
     pool  memory that graphs share: a replay of one then overwrites what another computed
+
+    A backward pass cannot be captured while an accumulator of gradients is alive that was made on another stream: the calls
+    before run on the same one, and what is left of earlier calls is collected.
     """
-    for turn in range(WARM_UPS):
-        body(turn)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for turn in range(WARM_UPS):
+            body(turn)
     torch.cuda.synchronize()
     dist.barrier()
+    gc.collect()
     graph = torch.cuda.CUDAGraph()
     last = None
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         for turn in range(inner):
             last = body(turn)
     for _ in range(WARM_UPS):
