@@ -27,14 +27,14 @@ CALLS = ((1, 512), (1, 301), (3, 43), (1, 8))
 LIMIT = 0.05  # of the largest logit
 
 
-def _choose_ours() -> None:
+def choose_ours() -> None:
     """A tuned table by which our kernels compute every GEMM with a collective, whatever its rows."""
     machine = Machine(torch.cuda.get_device_name(), dispatch.link(), dist.get_world_size())
     tables.save(Table(machine, {op: {(HIDDEN, HIDDEN): ((1, Choice(OWN)),)} for op in MATMULS}, {}))
     dist.barrier()
 
 
-def _sharded_llama() -> torch.nn.Module:
+def sharded_llama() -> torch.nn.Module:
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
     sizes = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
     return build_sharded(family_config("llama", **sizes), mesh, torch.bfloat16)
@@ -45,14 +45,14 @@ def _logits(model, ids: torch.Tensor) -> torch.Tensor:
         return model(ids, use_cache=False).logits.float()
 
 
-def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative to the largest logit."""
     return ((got - expected).abs().max() / expected.abs().max()).item()
 
 
 def _llama(rank: int) -> dict[str, object]:
-    _choose_ours()
-    model = _sharded_llama()
+    choose_ours()
+    model = sharded_llama()
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randint(3, VOCABULARY, shape, generator=generator).cuda() for shape in CALLS]
     expected = [_logits(model, ids) for ids in inputs]
@@ -62,7 +62,7 @@ def _llama(rank: int) -> dict[str, object]:
     report = tpfuse.explain(model)
     fused = [site for site in report.sites if site.outcome == "fused"]
     return {
-        "errors": [_error(g, e) for run in got for g, e in zip(run, expected, strict=True)],
+        "errors": [error(g, e) for run in got for g, e in zip(run, expected, strict=True)],
         "repeats": all(map(torch.equal, *got[1:])),
         "many": {name: len({s.where for s in fused if s.fusion == name and s.variant == "rows>=64"}) for name in FUSIONS},
         "few": {name: len({s.where for s in fused if s.fusion == name and s.variant == "rows<64"}) for name in FUSIONS},
@@ -80,8 +80,8 @@ def _gradients(model, ids: torch.Tensor, toward: torch.Tensor) -> dict[str, torc
 
 
 def _training(rank: int) -> dict[str, object]:
-    _choose_ours()
-    model = _sharded_llama()
+    choose_ours()
+    model = sharded_llama()
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (1, 301), generator=generator).cuda()
     toward = torch.randn(1, 301, VOCABULARY, generator=generator).cuda()
