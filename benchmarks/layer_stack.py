@@ -11,7 +11,7 @@ torch_async_tp  its sequence-parallel twin, compiled with torch's ``_micro_pipel
 torch_sp        the twin without that (not by default)
 tpfuse          tpfuse.apply with enable_sp and fuse_gemm_comms, sp_min_token_num as given
 tpfuse_sharded, tpfuse_whole   the same with rows sharded at any row count, and at none (not by default): where the first
-                begins to win is what sp_min_token_num should be
+                begins to win is what sp_min_token_num should be, and what tpfuse tune --sequence-parallel finds
 no_comm         plain with every all-reduce taken out of the graph: wrong numbers, but the time that is left
 limit           no_comm, and under 1024 rows also 2.5 us + wire time for each all-reduce: two a layer, four in training
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import inspect
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpfuse import environment
+from tpfuse import environment, sharding
 from tpfuse.applied import AppliedModel, CompileOptions, Request
 from tpfuse.comm import agreement, arena, groups
 from tpfuse.config import DEBUG_VARIABLE, DISABLE_VARIABLE, FusionConfig, is_debugging, is_disabled
@@ -43,7 +44,8 @@ def apply(
              with ``torch.distributed`` collectives. Its parameters, state_dict keys, class and methods stay as they are.
     config   FusionConfig, dict, path of a JSON file, or "key=value" strings; None: the defaults
     group    a tensor-parallel process group of the model, where it cannot be found on the model itself
-    strict   raise StrictError after the first call if nothing (or nothing of what the config names) was fused
+    strict   raise StrictError after the first call if nothing (or nothing of what the config names) was fused; of
+             ``enable_sp`` and ``fuse_gemm_comms`` with it, after the first of so many rows that they may be sharded
     compile_options  as for ``torch.compile``: mode, options, dynamic, fullgraph
     returns  the same model
 
@@ -65,7 +67,7 @@ def apply(
     failure: TpfuseError | None = None
     request: Request | None = None
     try:
-        request = _request(model, config, strict, compile_options)
+        request = _request(model, config, strict, compile_options, found)
     except TpfuseError as error:
         failure = error
     for each in found:  # all of them, also after a failure: the ranks of every group wait for this one's word
@@ -85,7 +87,7 @@ def apply(
         return model
     applied = AppliedModel(model, request)
     applied.install()
-    _note_groups(applied, found)
+    _note(applied, found)
     return model
 
 
@@ -117,7 +119,13 @@ def _applied(model: torch.nn.Module) -> AppliedModel | None:
     return found if isinstance(found, AppliedModel) else None
 
 
-def _request(model: torch.nn.Module, config: Any, strict: bool, compile_options: dict[str, Any]) -> Request:
+def _request(
+    model: torch.nn.Module,
+    config: Any,
+    strict: bool,
+    compile_options: dict[str, Any],
+    found: list[dist.ProcessGroup],
+) -> Request:
     environment.check()
     known = [p for p in inspect.signature(torch.compile).parameters if p not in ("model", "backend", "disable")]
     for name in compile_options:
@@ -129,6 +137,8 @@ def _request(model: torch.nn.Module, config: Any, strict: bool, compile_options:
     loaded = FusionConfig.load(config)
     fusions = pipeline.resolve(loaded)
     _check_kernels(loaded, model)
+    threshold = sharding.threshold(loaded, fusions, model, found)
+    settled = dataclasses.replace(loaded, sp_min_token_num=threshold.rows)
     modules = hashlib.sha256(repr([(n, type(m).__qualname__) for n, m in model.named_modules()]).encode()).hexdigest()
     proposal = {
         "tpfuse": __version__,
@@ -136,11 +146,12 @@ def _request(model: torch.nn.Module, config: Any, strict: bool, compile_options:
         DISABLE_VARIABLE: str(is_disabled()),
         DEBUG_VARIABLE: str(is_debugging()),
         "config": json.dumps(loaded.to_dict(), sort_keys=True),
+        "sp_min_token_num, which is by each machine's table unless it is given": str(threshold.rows),
         "strict": str(strict),
         "compile options": options.told,
         "model": f"{type(model).__name__} {modules[:12]}",
     }
-    return Request(loaded, fusions, strict, options, proposal)
+    return Request(settled, fusions, strict, options, proposal, threshold.source)
 
 
 def _check_kernels(config: FusionConfig, model: torch.nn.Module) -> None:
@@ -168,8 +179,10 @@ def check() -> None:
     arena.check()
 
 
-def _note_groups(applied: AppliedModel, found: list[dist.ProcessGroup]) -> None:
+def _note(applied: AppliedModel, found: list[dist.ProcessGroup]) -> None:
     note = applied.recorder.note
+    if applied.request.sharding:
+        note(applied.request.sharding)
     if not dist.is_available() or not dist.is_initialized():
         note("torch.distributed is not initialized: no tensor-parallel group, nothing to fuse")
     elif not found:

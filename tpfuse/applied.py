@@ -25,6 +25,8 @@ from tpfuse.report import Recorder, Report
 #: Graphs per variant before Dynamo gives up and runs eagerly. Prefill and decode, with two kinds of cache, in static and
 #: dynamic shapes, already make the eight that are its default.
 _RECOMPILE_LIMIT = 64
+#: What calls of too few rows to be sharded need not have.
+_SHARDED_FUSIONS = ("enable_sp", "fuse_gemm_comms")
 _entries = itertools.count()
 
 
@@ -62,6 +64,7 @@ class Request:
     strict: bool
     compile_options: CompileOptions
     proposal: Mapping[str, str]  # what the ranks of every group must have in common
+    sharding: str = ""  # from how many rows on they are sharded, and why
 
 
 class AppliedModel:
@@ -149,9 +152,9 @@ class AppliedModel:
             self.recorder.withdraw(training_variant(tokens.variant_name(self._boundaries, index)))
             self._callables[key] = as_it_is
             return as_it_is(*args, **kwargs)
+        if not self._checked_strictly and key not in self._succeeded:
+            self._check_strictly(index)
         self._succeeded.add(key)
-        if not self._checked_strictly:
-            self._check_strictly()
         return result
 
     def _may_give_up(self, key: tuple[int, bool, str], compile_options: CompileOptions) -> bool:
@@ -200,14 +203,17 @@ class AppliedModel:
                 self.recorder.note("ranks have different graphs or forward hooks: their collectives are not changed")
         return self._alike[group_name, training]
 
-    def _check_strictly(self) -> None:
-        report = self.report()
-        asked = [name for name, r in self.request.fusions.items() if r.on and r.explicit]
-        empty = [name for name in asked if not report.count(name)]
-        if empty or (not asked and not any(report.count(name) for name in self.request.fusions)):
+    def _check_strictly(self, index: int) -> None:
+        """After the first call of the index-th range of row counts."""
+        report, request = self.report(), self.request
+        asked = [name for name, r in request.fusions.items() if r.on and r.explicit]
+        too_few = tokens.row_range(self._boundaries, index)[1] < (request.config.sp_min_token_num or 1)
+        later = _SHARDED_FUSIONS if request.fusions["enable_sp"].on and too_few else ()
+        empty = [name for name in asked if name not in later and not report.count(name)]
+        if empty or (not asked and not any(report.count(name) for name in request.fusions)):
             names = ", ".join(empty) or "any fusion"
             raise StrictError(f"strict: no site of this model was fused by {names}\n{report}")
-        self._checked_strictly = True
+        self._checked_strictly = not any(name in later for name in asked)
 
 
 def _entry(model: torch.nn.Module) -> Callable:

@@ -16,7 +16,8 @@ USAGE = """usage: tpfuse [--version] [--help] demo|tune|bench ...
   demo [--nproc-per-node N] ...  compare a tensor-parallel model before and after tpfuse.apply on N ranks (default: 2)
                                  of this machine; 'tpfuse demo --help' lists the other options
   tune [--nproc-per-node N] ...  measure which kernel is the fastest for which size on N GPUs (default: all) of this
-                                 machine, and keep the answer; 'tpfuse tune --help' lists the other options
+                                 machine, or from how many rows on sharding them is, and keep the answer; 'tpfuse tune
+                                 --help' lists the other options
   bench NAME [--nproc-per-node N] ...
                                  run benchmarks/NAME.py of a checkout of tpfuse on N GPUs (default: all); 'tpfuse bench'
                                  lists the names, 'tpfuse bench NAME --help' a benchmark's options
@@ -65,9 +66,10 @@ def _tune(args: list[str]) -> int:
         metavar="N",
         help="ranks, each with a GPU of this machine; a table is for one number of ranks (default: all GPUs)",
     )
-    arguments.parse(args, prog="tpfuse tune", parents=[parser])
+    asked = arguments.parse(args, prog="tpfuse tune", parents=[parser])
     launch, rest = parser.parse_known_args(args)
-    return _start_ranks_on_gpus("tune", ["-m", "tpfuse.tuner"], launch.nproc_per_node, rest)
+    on_cpu = bool(asked.sequence_parallel)
+    return _start_ranks_on_gpus("tune", ["-m", "tpfuse.tuner"], launch.nproc_per_node, rest, on_cpu)
 
 
 def _bench(args: list[str]) -> int:
@@ -92,14 +94,17 @@ def _bench(args: list[str]) -> int:
     return _start_ranks_on_gpus("bench", [str(script)], launch.nproc_per_node, rest)
 
 
-def _start_ranks_on_gpus(command: str, program: list[str], ranks: int | None, args: list[str]) -> int:
-    """As below, each rank with a GPU of this machine, None: as many as there are; 2 where they cannot be had."""
+def _start_ranks_on_gpus(command: str, program: list[str], ranks: int | None, args: list[str], on_cpu: bool = False) -> int:
+    """As below, each rank with a GPU of this machine, None: as many as there are; 2 where they cannot be had.
+
+    on_cpu  where there are none, on CPU ranks (None: 2 of them)
+    """
     import torch
 
     from tpfuse.tuner import job
 
-    ranks = ranks or torch.cuda.device_count()
-    why = job.obstacle(ranks)
+    ranks = ranks or torch.cuda.device_count() or (2 if on_cpu else 0)
+    why = job.obstacle(ranks, on_cpu)
     if why:
         print(f"tpfuse {command}: {why}", file=sys.stderr)
         return 2

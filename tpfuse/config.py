@@ -75,8 +75,9 @@ class FusionConfig:
     * O2  what is measured to pay (default)
     * O3  also what needs the full graph
 
-    sp_min_token_num                   rows of a call from which sequence parallelism is used (None: any number); calls with
-                                       fewer have a compiled variant of their own
+    sp_min_token_num                   rows of a call from which sequence parallelism is used (0: any number; None: as
+                                       measured by ``tpfuse tune --sequence-parallel``, else 512 on GPUs and any number on
+                                       CPU ranks); calls with fewer have a compiled variant of their own
     fi_allreduce_fusion_max_size_mb    largest message for FlashInfer's all-reduce kernels, MiB (None: any)
     rope_kvcache_fusion_max_token_num  most rows for which RoPE + KV write is fused
     workspace_mb                       symmetric memory per process group on each rank, MiB; a group's first model decides

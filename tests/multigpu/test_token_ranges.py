@@ -1,4 +1,5 @@
-"""CUDA graphs of both variants of one model: calls of few rows and of many take turns, each replays graphs of its own.
+"""CUDA graphs of both variants of one model: calls of few rows and of many take turns, each replays graphs of its own; and
+how it is measured where the one takes over from the other.
 
 All collectives are our kernels' (what gloo does cannot be captured): below 64 rows norms in their all-reduces, from there
 on sharded rows and joined GEMMs.
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tpfuse
 from tests.multigpu.test_sequence_parallel import (
@@ -22,7 +24,9 @@ from tests.multigpu.test_sequence_parallel import (
     error,
     sharded_llama,
 )
+from tpfuse.tables import Choice
 from tpfuse.testing import spawn
+from tpfuse.tuner.sequence_parallel import Contest, Shape
 
 #: Of one round; every one but the first two is a change of variants.
 ROWS = (1, 16, 256, 16, 512, 1)
@@ -83,6 +87,26 @@ def _graphs(rank: int) -> dict[str, object]:
         "seconds": sorted(report.compile_seconds),
         "table": str(report),
     }
+
+
+def _measured(rank: int) -> dict[int, tuple[dict, dict, str]]:
+    choose_ours()
+    device = torch.device("cuda", torch.cuda.current_device())
+    contest = Contest(Shape(HIDDEN, 2 * HIDDEN, True, torch.bfloat16), dist.group.WORLD, device)
+    with torch.no_grad():
+        found = {rows: contest.measure(rows) for rows in (8, 64)}
+    contest.end()
+    return found
+
+
+@pytest.mark.gpu
+def test_a_measurement(tmp_path):
+    """Both variants are right, captured, and timed alike on all ranks."""
+    ranks = spawn(_measured, 2, backend="cuda", timeout_s=280, env={"TPFUSE_CACHE_DIR": str(tmp_path)})
+    assert ranks[0] == ranks[1]
+    for first, again, why in ranks[0].values():
+        assert not why and {*first} == {*again} == {Choice("whole"), Choice("sharded")}
+        assert first != again and all(us > 0 for us in (*first.values(), *again.values()))
 
 
 @pytest.mark.gpu

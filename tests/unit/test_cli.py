@@ -81,6 +81,16 @@ def test_tune_where_nothing_can_be_tuned(monkeypatch, capsys, started, count, gi
     assert not started
 
 
+def test_sharded_rows_are_tuned_on_cpu_ranks_too(monkeypatch, capsys, started):
+    devices(monkeypatch, 0)
+    asked = ["--sequence-parallel", "64x128"]
+    assert cli.main(["tune", *asked]) == 0
+    assert started == [["--standalone", "--nproc-per-node", "2", "-m", "tpfuse.tuner", *asked]]
+    devices(monkeypatch, 2)
+    assert cli.main(["tune", *asked, "--nproc-per-node", "4"]) == 2
+    assert capsys.readouterr().err == "tpfuse tune: 4 ranks need 4 CUDA devices, there are 2\n"
+
+
 def test_ranks_where_nothing_can_be_tuned(monkeypatch, capsys):
     devices(monkeypatch, 0)
     for rank in "01":

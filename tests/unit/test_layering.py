@@ -19,7 +19,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ROOMS = ("top", "api", "graph", "ops", "kernels", "comm", "leaf")
 #: What each room may not even reach although it lies lower: nothing.
 LEAVES = {"config", "report", "errors", "tokens", "version", "environment", "tables"}
-API = {"api", "applied"}
+API = {"api", "applied", "sharding"}
 #: Commands: above the API, and nobody imports them.
 TOP = {"__init__", "__main__", "cli", "demo", "tuner", "testing"}
 #: What operations share: no pass makes them.

@@ -363,3 +363,20 @@ def test_strict_and_explicit():
     strict(values(5, 16, dtype=torch.float32))
     with pytest.raises(tpfuse.ConfigError, match="fuse_act_padding=True"):
         tpfuse.apply(Model(), {"fuse_act_padding": True})
+
+
+def test_strict_waits_for_rows_that_may_be_sharded():
+    config = {"enable_sp": True, "sp_min_token_num": 6}
+    strict = tpfuse.apply(Model(layers=2).eval(), config, strict=True)
+    for rows in (3, 8):
+        strict(values(rows, 16, dtype=torch.float32))
+    assert tpfuse.explain(strict).count("enable_sp")
+
+    class NoNorm(torch.nn.Module):
+        def forward(self, x):
+            return all_reduce(x) * 2
+
+    strict = tpfuse.apply(NoNorm(), config, strict=True)
+    strict(values(3, 16))
+    with pytest.raises(tpfuse.StrictError, match="fused by enable_sp"):
+        strict(values(8, 16))

@@ -103,6 +103,27 @@ def test_replace_keeps_other_row_sizes():
     assert new.versions == {"torch": "2.12.0"} and new.machine == MACHINE
 
 
+# -- sharded rows ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_sharded_from():
+    """By the nearest hidden size, at the same rows, unless it is another kind of model."""
+    whole, sharded = Choice(tables.WHOLE), Choice(tables.SHARDED)
+    op, other = tables.SEQUENCE_PARALLEL.values()
+    ops = {
+        op: {8192: ((1, whole), (256, sharded)), 16384: ((1, whole),), 1024: ((1, sharded),)},
+        other: {8192: ((1, whole), (64, sharded), (128, whole), (512, sharded))},
+    }
+    table = tables.parse(Table(MACHINE, ops, {}).to_json(), "here")
+    assert table.ops == ops
+    assert table.sharded_from(op, 8192) == table.sharded_from(op, 11000) == (256, 8192)
+    assert table.sharded_from(op, 12000) == table.sharded_from(op, 65536) == (float("inf"), 16384)
+    assert table.sharded_from(op, 256) == (1, 1024)
+    assert table.sharded_from(op, 65537) is None and table.sharded_from(op, 255) is None
+    assert table.sharded_from(other, 8192) == (512, 8192)
+    assert TABLE.sharded_from(op, 8192) is None
+
+
 # -- GEMMs -------------------------------------------------------------------------------------------------------------
 
 

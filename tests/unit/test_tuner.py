@@ -89,6 +89,11 @@ def test_hidden_size_of_a_model(tmp_path, config):
         (["--gemm", "8x8", "--ops", "all_reduce"], "--gemm: --ops names none of matmul_reduce_scatter, all_gather_matmul"),
         (["--gemm", "8x8", "--dtype", "fp16"], "--dtype fp16: GEMMs are measured in bf16"),
         (["--dtype", "int8"], "invalid choice"),
+        (["--sequence-parallel", "8x8", "--hidden", "8"], "not allowed with argument"),
+        (["--sequence-parallel", "8x8", "--gemm", "8x8"], "--gemm: not with --sequence-parallel"),
+        (["--sequence-parallel", "8x8", "--ops", "all_reduce"], "--ops: not with --sequence-parallel"),
+        (["--sequence-parallel", "8x8", "--dtype", "fp8"], "--dtype fp8: blocks are measured in bf16,fp16,fp32"),
+        (["--sequence-parallel", "8x8", "8x16"], "one intermediate size for each hidden size, got 8,8"),
         (["--model", "/nowhere"], "/nowhere/config.json: No such file or directory"),
         (["--model", "x", "--hidden", "8"], "not allowed with"),
         (["--row", "8"], "unrecognized arguments: --row"),
@@ -211,6 +216,35 @@ def test_hysteresis():
     assert selection.entries({1: {RING: 1.0}, 2: {WIDE: 1.0}}) == ((1, RING), (2, WIDE))
     drifting = {n + 1: {RING: 0.999 + 0.004 * n, WIDE: 1.0} for n in range(10)}
     assert selection.entries(drifting) == ((1, RING), (4, WIDE))
+
+
+SHARDED, WHOLE = Choice("sharded"), Choice("whole")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ({16: 1.2, 64: 1.1, 256: 0.9, 1024: 0.8}, ((1, WHOLE), (256, SHARDED))),
+        ({16: 0.9, 64: 1.1, 256: 0.9, 1024: 0.8}, ((1, WHOLE), (256, SHARDED))),
+        ({16: 0.9, 64: 0.9, 256: 0.9, 1024: 1.0}, ((1, WHOLE),)),
+        ({16: 0.9, 64: 0.9}, ((1, WHOLE), (16, SHARDED))),
+        ({1: 0.9, 64: 0.9}, ((1, SHARDED),)),
+        ({64: 0.9, 1: 0.9, 16: None}, ((1, WHOLE), (64, SHARDED))),
+    ],
+    ids=range(6),
+)
+def test_sharded_from_where_it_is_faster_at_all_larger_sizes(ratios, expected):
+    """None: its numbers were wrong there."""
+    times = {rows: {WHOLE: 10.0, **({SHARDED: 10 * each} if each else {})} for rows, each in ratios.items()}
+    assert selection.sharding(times) == expected
+
+
+def test_sizes_of_blocks():
+    args = arguments.parse(["--sequence-parallel", "4096x14336", "8192x28672"])
+    assert args.sequence_parallel == ((4096, 14336), (8192, 28672)) and args.dtype == "bf16"
+    assert (args.rows[0], args.rows[-1]) == (16, 16384)
+    assert arguments.uneven(args, 2) == arguments.uneven(arguments.parse([]), 7) == ""
+    assert "4096x14336: sizes that 3 ranks can split evenly" in arguments.uneven(args, 3)
 
 
 def test_choose_by_operation_and_row_size():
@@ -492,7 +526,7 @@ def test_the_exit_status_is_every_ranks(monkeypatch, capsys, saved, status):
     monkeypatch.setattr(job._Target, "save", lambda self, chosen: saved)
     with fake_world(2):
         for rank in (0, 1):
-            assert job._run(argparse.Namespace(out=None, fresh=False), rank) == status
+            assert job._run(argparse.Namespace(out=None, fresh=False, sequence_parallel=()), rank) == status
             told = capsys.readouterr()
             assert saved in told.err and ("tpfuse_ring" in told.out) is (rank == 0 and not saved)
 
@@ -500,7 +534,7 @@ def test_the_exit_status_is_every_ranks(monkeypatch, capsys, saved, status):
 def test_no_arena(monkeypatch, capsys):
     monkeypatch.setattr(job.arena, "of", lambda name: "rank 1: compute capability 9.0 is needed")
     with fake_world(2):
-        assert [job._run(argparse.Namespace(), rank) for rank in (0, 1)] == [2, 2]
+        assert [job._run(argparse.Namespace(sequence_parallel=()), rank) for rank in (0, 1)] == [2, 2]
     assert capsys.readouterr().err == "tpfuse tune: rank 1: compute capability 9.0 is needed\n"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import platform
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -146,7 +147,7 @@ def _make(group: dist.ProcessGroup, arena_bytes: int) -> Dispatcher | str:
     made = arena.of(group.group_name, arena_bytes)
     if isinstance(made, str):
         return made
-    machine = Machine(torch.cuda.get_device_name(made.device), link(), made.world)
+    machine = machine_of(made.device, made.world)
     table, source = tables.find(machine)
     mine = {"machine": str(machine), "table": table.digest if table else ""}
     everybody = agreement.exchange(group, "choosing a table", mine)
@@ -205,6 +206,13 @@ def told(group_name: str, problem: Problem, names: Sequence[str], wish: Wish = A
             reasons.setdefault(why, []).append(name)
     others = "; ".join(f"{', '.join(each)} ({why})" for why, each in reasons.items())
     return f"{problem.op} of [T, {problem.hidden}] {problem.dtype} over {group_name!r}: {', '.join(names)}; not {others}"
+
+
+def machine_of(device: torch.device, world: int) -> Machine:
+    """What a table for so many ranks on such devices is for."""
+    if device.type == "cuda":
+        return Machine(torch.cuda.get_device_name(device), link(), world)
+    return Machine(platform.machine() or device.type, "host", world)
 
 
 @functools.cache

@@ -10,6 +10,9 @@ that makes a message of the same bytes. A plain all-reduce has no rows: its entr
 The size of a GEMM with a collective is (N, K), columns and inner dimension on a rank; its rows are those of the whole. The
 nearest size answers, at the same rows, unless it is another kind of matrix altogether (``MOST_APART``).
 
+Whether a model's rows are whole or sharded (``enable_sp``) is under ``SEQUENCE_PARALLEL``, by bytes per row of its hidden
+states. The nearest size answers, at the same rows, unless it is ``MOST_APART``.
+
 The file is JSON: {"format": 2, "machine": {...}, "versions": {...},
 "ops": {op: {bytes per row or "NxK": [[from rows, candidate, {option: number or null}]]}}}.
 """
@@ -32,7 +35,10 @@ from tpfuse.errors import ConfigError
 
 FORMAT = 2
 PLAIN_ROW_BYTES = 1
-MOST_APART = 4  # a size answers for N and K that are up to so many times as large or small
+MOST_APART = 4  # a size answers for N and K, or hidden sizes, that are up to so many times as large or small
+#: By whether ``fuse_gemm_comms`` is on: the operation whose choices are ``WHOLE`` and ``SHARDED``.
+SEQUENCE_PARALLEL = {False: "sequence_parallel", True: "sequence_parallel_gemm_comms"}
+WHOLE, SHARDED = "whole", "sharded"
 _SHIPPED = pathlib.Path(__file__).parent
 _CACHE_VARIABLE = "TPFUSE_CACHE_DIR"
 
@@ -48,8 +54,8 @@ Entries: TypeAlias = "tuple[tuple[int, Choice], ...]"
 class Machine:
     """What a table was measured on and is valid for.
 
-    gpu      the device's name
-    link     how its GPUs are connected: "nvlink", "pcie" or "unknown"
+    gpu      the device's name, of CPU ranks the processor's kind
+    link     how its GPUs are connected: "nvlink", "pcie" or "unknown"; "host": CPU ranks
     world    ranks of the process group
     """
 
@@ -111,6 +117,23 @@ class Table:
         nearest = min(known, key=lambda size: (_apart(size[0], columns) + _apart(size[1], inner), size))
         far = max(_apart(nearest[0], columns), _apart(nearest[1], inner)) > math.log(MOST_APART) + 1e-9
         return None if far else _at(self.ops[op][nearest], rows)
+
+    def sharded_from(self, op: str, row_bytes: int) -> tuple[float, int] | None:
+        """(row count from which sharding was faster at all that were measured, infinite if at none; bytes per row there).
+
+        op  one of ``SEQUENCE_PARALLEL``
+        None: the table knows no hidden size like that.
+        """
+        known = [size for size in self.ops.get(op, ()) if isinstance(size, int)]
+        nearest = min(known, key=lambda size: (_apart(size, row_bytes), size), default=None)
+        if nearest is None or _apart(nearest, row_bytes) > math.log(MOST_APART) + 1e-9:
+            return None
+        fewest = math.inf
+        for start, choice in reversed(self.ops[op][nearest]):
+            if choice.candidate != SHARDED:
+                break
+            fewest = start
+        return fewest, nearest
 
     def candidates(self, op: str) -> tuple[str, ...]:
         """Names of all candidates that the table chooses for an operation."""

@@ -21,6 +21,7 @@ HIDDEN = (4096, 8192)
 ROWS = tuple(1 << n for n in range(14))  # 1 to 8192
 MATMUL_ROWS = tuple(1 << n for n in range(6, 15))  # 64 to 16384
 OPS = (ALL_REDUCE_RMS_NORM, ALL_REDUCE)
+SEQUENCE_PARALLEL_ROWS = tuple(1 << n for n in range(4, 15))  # 16 to 16384
 MATMUL_OPS = tuple(MATMULS)
 SECONDS = 600
 
@@ -73,6 +74,15 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--hidden", type=counts, default=HIDDEN, metavar="N,N", help=f"hidden sizes (default: {_listed(HIDDEN)})"
     )
     sizes.add_argument("--model", metavar="FOLDER", help="take the hidden size from the config.json in this folder")
+    sizes.add_argument(
+        "--sequence-parallel",
+        type=shape,
+        nargs="+",
+        default=(),
+        metavar="DxF",
+        help="unsharded hidden and intermediate sizes of models: measure instead from how many rows on sharding them "
+        "(enable_sp) is faster, with fuse_gemm_comms and without; other tables first, for the models go by them",
+    )
     parser.add_argument(
         "--gemm",
         type=shape,
@@ -85,7 +95,8 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--rows",
         type=counts,
         metavar="N,N",
-        help=f"rows, of GEMMs those of all ranks (default: {_listed(ROWS)}; of GEMMs: {_listed(MATMUL_ROWS)})",
+        help=f"rows, of GEMMs those of all ranks (default: {_listed(ROWS)}; of GEMMs: {_listed(MATMUL_ROWS)}; of "
+        f"--sequence-parallel: {_listed(SEQUENCE_PARALLEL_ROWS)})",
     )
     parser.add_argument(
         "--dtype",
@@ -103,7 +114,10 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Defaults that depend on one another."""
-    args.gemm = tuple(dict.fromkeys(args.gemm))
+    args.gemm, args.sequence_parallel = (tuple(dict.fromkeys(each)) for each in (args.gemm, args.sequence_parallel))
+    if args.sequence_parallel:
+        _complete_sequence_parallel(args, parser)
+        return
     args.ops = args.ops or (MATMUL_OPS if args.gemm else OPS)
     args.matmul_rows, args.rows = args.rows or MATMUL_ROWS, args.rows or ROWS
     matmuls = [op for op in args.ops if op in MATMULS]
@@ -115,6 +129,26 @@ def _complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error(f"--dtype {args.dtype}: GEMMs are measured in {_listed(MATMUL_DTYPES)}")
     if len(matmuls) < len(args.ops) and args.dtype not in DTYPES:
         parser.error(f"--dtype {args.dtype}: all-reduces are measured in {_listed(DTYPES)}")
+
+
+def _complete_sequence_parallel(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    args.rows = args.rows or SEQUENCE_PARALLEL_ROWS
+    for name in ("gemm", "ops"):
+        if getattr(args, name):
+            parser.error(f"--{name}: not with --sequence-parallel, which measures whole blocks")
+    if args.dtype not in DTYPES:
+        parser.error(f"--dtype {args.dtype}: blocks are measured in {_listed(DTYPES)}")
+    widths = [hidden for hidden, _ in args.sequence_parallel]
+    if len(set(widths)) < len(widths):
+        parser.error(f"--sequence-parallel: one intermediate size for each hidden size, got {_listed(widths)}")
+
+
+def uneven(args: argparse.Namespace, ranks: int) -> str:
+    """Why what is asked for cannot be split over so many ranks; "" if it can."""
+    for sizes in args.sequence_parallel:
+        if any(size % ranks for size in sizes):
+            return f"--sequence-parallel {sizes[0]}x{sizes[1]}: sizes that {ranks} ranks can split evenly are needed"
+    return ""
 
 
 def hidden_size(folder: str) -> int:

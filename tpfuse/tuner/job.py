@@ -31,7 +31,7 @@ from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import CANDIDATES, FLASHINFER
 from tpfuse.kernels.matmul_candidates import MATMULS, SYMM_MEM
 from tpfuse.tables import Choice, Entries, Machine, Size, Table
-from tpfuse.tuner import arguments, measure, proposals, selection
+from tpfuse.tuner import arguments, measure, proposals, selection, sequence_parallel
 from tpfuse.tuner.bench_all_reduce import AllReduceBench
 from tpfuse.tuner.bench_matmul import MatmulBench
 from tpfuse.version import __version__
@@ -50,14 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "RANK" not in os.environ:
         sys.exit("tpfuse.tuner: start it with 'tpfuse tune' or 'torchrun --nproc-per-node 2 -m tpfuse.tuner'")
     rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    why = obstacle(int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    why = obstacle(int(os.environ.get("LOCAL_WORLD_SIZE", size)), bool(args.sequence_parallel))
+    why = why or arguments.uneven(args, size)
     if why:
         if rank == 0:
             print(f"tpfuse tune: {why}", file=sys.stderr, flush=True)
         return 2
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S), device_id=device)
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    if torch.cuda.device_count():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
     try:
         with torch.no_grad():
             status = _run(args, rank)
@@ -69,41 +74,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def obstacle(ranks: int) -> str:
-    """Why so many ranks cannot be tuned on this machine; "" if they can. Touches no device."""
+def obstacle(ranks: int, on_cpu: bool = False) -> str:
+    """Why so many ranks cannot be tuned on this machine; "" if they can. Touches no device.
+
+    on_cpu  whether CPU ranks will do, where there are no GPUs
+    """
     count = torch.cuda.device_count()
-    if not count:
+    if not count and not on_cpu:
         return "there is no CUDA device, and nothing to choose between on the CPU"
     if ranks < 2:
         return "one rank has nothing to communicate: 2 or more are needed"
-    return f"{ranks} ranks need {ranks} CUDA devices, there are {count}" if ranks > count else ""
+    return f"{ranks} ranks need {ranks} CUDA devices, there are {count}" if ranks > count > 0 else ""
 
 
 def _run(args: argparse.Namespace, rank: int) -> int:
     group = dist.group.WORLD
     assert group is not None
-    made = arena.of(group.group_name)
-    if isinstance(made, str):
-        if rank == 0:
-            print(f"tpfuse tune: {made}", file=sys.stderr, flush=True)
-        return 2
-    machine = Machine(torch.cuda.get_device_name(made.device), dispatch.link(), made.world)
+    device = torch.device("cpu")
+    made: Arena | None = None
+    if not args.sequence_parallel or torch.cuda.device_count():
+        found = arena.of(group.group_name)
+        if isinstance(found, str):
+            if rank == 0:
+                print(f"tpfuse tune: {found}", file=sys.stderr, flush=True)
+            return 2
+        made, device = found, found.device
+    machine = dispatch.machine_of(device, group.size())
     target = _Target(args.out, args.fresh, machine, group)
     failure = target.probe()  # not only after minutes of measuring
-    measured: Measured = {}
     if not failure:
         with contextlib.closing(_Talk(rank)) as talk:
-            measured = _measure(args, made, group, talk)
-        if not measured:
-            failure = "no candidate could be measured"
-    chosen = choose(measured)
-    if not failure:
-        failure = target.save(chosen)
+            if args.sequence_parallel:
+                chosen, told = sequence_parallel.tune(args, group, device, talk)
+            else:
+                assert made is not None
+                measured = _measure(args, made, group, talk)
+                chosen = choose(measured)
+                told = selection.told(chosen, measured, BASELINE.candidate)
+        failure = target.save(chosen) if chosen else "no candidate could be measured"
     if failure:
         print(f"tpfuse tune: {failure}", file=sys.stderr, flush=True)
         return 1
     if rank == 0:
-        print(f"{selection.told(chosen, measured, BASELINE.candidate)}\n\n{machine}: {target.path}", flush=True)
+        print(f"{told}\n\n{machine}: {target.path}", flush=True)
     return 0
 
 
@@ -248,12 +261,14 @@ class _Talk:
 
 def versions() -> dict[str, str]:
     """What a measurement depends on besides the machine."""
+    common = {"tpfuse": __version__, "torch": torch.__version__}
+    if not torch.cuda.device_count():
+        return common
     import triton
 
     nccl: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call,unused-ignore]
     return {
-        "tpfuse": __version__,
-        "torch": torch.__version__,
+        **common,
         "triton": triton.__version__,
         "cuda": str(torch.version.cuda),
         "nccl": ".".join(map(str, nccl)),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from tpfuse import tables
-from tpfuse.tables import Choice, Entries, Size
+from tpfuse.tables import SHARDED, WHOLE, Choice, Entries, Size
 
 #: Microseconds of each choice at one size; more than 0.
 Times: TypeAlias = Mapping[Choice, float]
@@ -35,6 +35,22 @@ def entries(by_rows: Mapping[int, Times]) -> Entries:
         if not found or found[-1][1] != best:
             found.append((rows if found else 1, best))
     return tuple(found)
+
+
+def sharding(by_rows: Mapping[int, Times]) -> Entries:
+    """Rows are sharded from the fewest on at which that is faster, there and at all larger row counts that were measured.
+
+    Fewer than were measured stay whole.
+    """
+    whole, sharded = Choice(WHOLE), Choice(SHARDED)
+    start = None
+    for rows in sorted(by_rows, reverse=True):
+        if not by_rows[rows].get(sharded, math.inf) < by_rows[rows][whole]:
+            break
+        start = rows
+    if start is None:
+        return ((1, whole),)
+    return ((1, sharded),) if start == 1 else ((1, whole), (start, sharded))
 
 
 def told(chosen: Mapping[str, Mapping[Size, Entries]], times: Mapping[tuple[str, Size, int], Times], baseline: str) -> str:

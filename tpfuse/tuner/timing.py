@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -52,6 +52,20 @@ def replayed_us(
     return slowest_us(times, device, group)
 
 
+def called_us(
+    bodies: Mapping[Key, Callable[[], object]], rounds: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> dict[Key, list[float]]:
+    """As ``replayed_us``, of calls on the CPU, by the clock: the first of each, which is not counted, warms up."""
+    token = torch.zeros(1)
+    times: dict[Key, list[float]] = {key: [] for key in bodies}
+    for key in (*bodies, *turns(list(bodies), rounds)):
+        dist.all_reduce(token, group=group)
+        start = time.perf_counter()
+        bodies[key]()
+        times[key].append(1e6 * (time.perf_counter() - start))
+    return slowest_us({key: each[1:] for key, each in times.items()}, device, group)
+
+
 def turns(keys: Sequence[Key], rounds: int) -> list[Key]:
     """Everybody once per round, in another order each time: the same on every rank."""
     shuffled = random.Random(rounds)
@@ -62,10 +76,15 @@ def slowest_us(
     times: Mapping[Key, Sequence[float]], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> dict[Key, list[float]]:
     """Of each figure the largest of all ranks'. Collective; every rank has as many of each."""
-    flat = torch.tensor([us for each in times.values() for us in each], dtype=torch.float64, device=device)
-    dist.all_reduce(flat, dist.ReduceOp.MAX, group)
-    listed = iter(flat.tolist())
+    listed = iter(largest([us for each in times.values() for us in each], device, group))
     return {key: [next(listed) for _ in each] for key, each in times.items()}
+
+
+def largest(numbers: Sequence[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
+    """Of each number the largest of all ranks'. Collective."""
+    flat = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+    return flat.tolist()
 
 
 def added_us(times: Mapping[Key, Sequence[float]], alone: Sequence[float], calls: int) -> dict[Key, float]:
