@@ -34,7 +34,7 @@ from tpfuse.testing import interpret_graphs, spawn
 WORLD_SIZES, BATCHES, TOKENS = (2, 4), (1, 3), (8, 1, 7, 127, 256, 255)
 STEPS = ((1, 8), (3, 5))  # batch and tokens of training steps
 LAYERS, SEED, MAX_DIFFERENCE = 2, 0, 1e-5
-CONFIG = {"enable_sp": True, "fuse_gemm_comms": True}
+CONFIG = {"enable_sp": True, "fuse_gemm_comms": True, "sp_min_token_num": 1}
 #: Heads and experts enough for four ranks.
 FOUR = {"num_attention_heads": 4, "num_key_value_heads": 4}
 HERE = pathlib.Path(__file__).resolve().parent
