@@ -13,6 +13,10 @@ class ConfigError(TpfuseError, ValueError):
     """A configuration field is unknown, has a bad value, or asks for what cannot be honoured here."""
 
 
+class GroupError(ConfigError):
+    """A process group was destroyed or never made, does not have this rank, or cannot carry this device's tensors."""
+
+
 class AgreementError(TpfuseError, RuntimeError):
     """The ranks of one process group asked tpfuse for different things, or one of them failed."""
 

@@ -23,7 +23,7 @@ API = {"api", "applied", "sharding"}
 #: Commands: above the API, and nobody imports them.
 TOP = {"__init__", "__main__", "cli", "demo", "tuner", "testing"}
 #: What operations share: no pass makes them.
-WITHOUT_A_PASS = {"matmul"}
+WITHOUT_A_PASS = {"matmul", "arguments"}
 #: models stands beside graph: neither may import the other.
 BESIDE = {"models": "graph"}
 

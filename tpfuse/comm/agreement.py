@@ -13,7 +13,7 @@ import weakref
 import torch.distributed as dist
 
 from tpfuse.comm import groups
-from tpfuse.errors import AgreementError, ConfigError, TpfuseError
+from tpfuse.errors import AgreementError, GroupError, TpfuseError
 
 _SUBJECT = "_subject"
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -33,11 +33,11 @@ def agree(
     failure   an error this rank has already met: it is raised here, after the others have been told
     may_differ  a text that ranks may differ in; returns whether they do not
 
-    Collective: every rank of the group calls it, as often as the others. It waits at most the group's store time-out.
+    Collective: every rank of the group calls it, as often as the others. It waits at most the group's time-out.
     Raises the failure on the rank that had one, AgreementError on the others and on all if proposals differ.
     """
     if not groups.exists(group):
-        raise failure or ConfigError("the model has a process group that was destroyed: give its layers the new one")
+        raise failure or GroupError("the model has a process group that was destroyed: give its layers the new one")
     if groups.has_peers(group):
         told = f"{type(failure).__name__}: {failure}" if failure else ""
         everybody = exchange(group, subject, {"failure": told, "may_differ": may_differ, **proposal})
@@ -54,25 +54,30 @@ def exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> li
     missing."""
     turn = _rounds.get(group, 0)
     _rounds[group] = turn + 1
-    store = groups.store_of(group)
+    store, timeout = groups.store_of(group), groups.timeout(group)
     prefix = f"tpfuse/agree/{group.group_name}/{turn}"
     keys = [f"{prefix}/{rank}" for rank in range(group.size())]
     try:
         store.set(keys[group.rank()], json.dumps({**mine, _SUBJECT: subject}))
-        store.wait(keys)
+        store.wait(keys, timeout)
     except RuntimeError as error:
         try:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         except RuntimeError:
             raise AgreementError(f"{subject}: the process that kept the store of the group has ended") from error
-        name = f"group {group.group_name!r}"
-        raise AgreementError(f"rank(s) {missing} of {name} did not call {subject} within the time-out") from error
+        name, seconds = f"group {group.group_name!r}", f"{timeout.total_seconds():g} s"
+        raise AgreementError(
+            f"rank(s) {missing} of {name} did not call {subject} within the time-out of {seconds}: they have died, hang, or "
+            "do something else"
+        ) from error
     everybody = [json.loads(store.get(key)) for key in keys]
     if store.add(f"{prefix}/read", 1) == group.size():  # the last reader: a later group of that name must not find these
         for key in (*keys, f"{prefix}/read"):
             store.delete_key(key)
-    if len({each.pop(_SUBJECT) for each in everybody}) > 1:
-        raise AgreementError(f"ranks of group {group.group_name!r} are in different calls: one is in {subject}")
+    subjects = [each.pop(_SUBJECT) for each in everybody]
+    if len(set(subjects)) > 1:
+        told = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(subjects))
+        raise AgreementError(f"ranks of group {group.group_name!r} are in different calls: {told}")
     return everybody
 
 

@@ -237,7 +237,7 @@ def _make(group: dist.ProcessGroup, size: int) -> Arena | str:
     assert arena is not None
     arena.multiprocessors = min(int(each["multiprocessors"]) for each in everybody)
     try:
-        arena.connect(group, f"tpfuse/arena/{everybody[0]['name']}", _timeout_s(group, device))
+        arena.connect(group, f"tpfuse/arena/{everybody[0]['name']}", groups.timeout(group).total_seconds())
     except RuntimeError as error:
         reason = f"the ranks cannot reach each other's memory: {first_line(error)}"
     return agreement.told(agreement.exchange(group, SUBJECT, {"reason": reason})) or arena
@@ -277,11 +277,6 @@ def layout(size: int, world: int) -> tuple[Region, Region]:
         )
     ring = HEADER_BYTES + rows * block
     return Region(HEADER_BYTES, rows, 0), Region(ring, blocks, MAX_SPLIT_ROWS * SPLIT * STATE_BYTES)
-
-
-def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """The process group's own time-out."""
-    return group._get_backend(device).options._timeout.total_seconds()
 
 
 def _abort(group: dist.ProcessGroup | None) -> None:

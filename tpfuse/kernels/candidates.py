@@ -70,7 +70,7 @@ def _anything(arena: Arena, problem: Problem) -> str:
 
 def check_name(op: str, name: str | None) -> None:
     """Raises ConfigError: there is no candidate of that name. Everywhere, also where there is nothing to choose."""
-    if name is not None and name not in CANDIDATES[op]:
+    if name is not None and name not in tuple(CANDIDATES[op]):
         raise ConfigError(f"kernel {name!r} cannot run {op}: the kernels are {', '.join(CANDIDATES[op])}")
 
 

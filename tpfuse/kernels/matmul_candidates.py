@@ -99,7 +99,7 @@ class Candidate:
 
 def check_name(op: str, name: str | None) -> None:
     """Raises ConfigError: there is no kernel of that name."""
-    if name is not None and name not in MATMULS[op]:
+    if name is not None and name not in tuple(MATMULS[op]):
         raise ConfigError(f"kernel {name!r} cannot run {op}: the kernels are {', '.join(MATMULS[op])}")
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tpfuse.comm import groups
 from tpfuse.kernels import matmul
 from tpfuse.ops import library
+from tpfuse.ops.arguments import check_tensors, check_whole, told
 from tpfuse.ops.library import needs_gradients
 from tpfuse.ops.matmul import check_dim, check_product, gather_rows, product, scatter_sum
 
@@ -161,15 +162,18 @@ def all_gather_matmul(
     Gradients (but for FP8): what the ranks' products, and users of the gathered input, give for a row is summed over ranks.
     Safe in CUDA graphs: there, what was not called before outside a capture is NCCL's, or a ConfigError where a kernel is
     named. Tensors lie alike (strides, alignment) on every rank.
-    Raises ValueError: arguments other than the above; ConfigError: ``kernel`` cannot do
-    this; PeerTimeoutError: a rank did not answer within the process group's time-out.
+    Raises ValueError: arguments other than the above; GroupError (a ValueError): the group is gone, or not for this
+    device; ConfigError: ``kernel`` cannot do this; PeerTimeoutError: a rank did not answer within the process group's
+    time-out.
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.
     """
-    listed = _listed(weights)
-    added = [None] * len(listed) if biases is None else _listed(biases)
-    scales = [None] * len(listed) if weight_scales is None else _listed(weight_scales)
+    listed = _listed("weights", weights)
+    added = [None] * len(listed) if biases is None else _listed("biases", biases)
+    scales = [None] * len(listed) if weight_scales is None else _listed("weight_scales", weight_scales)
     if not listed or not len(listed) == len(added) == len(scales):
-        raise ValueError(f"{NAME}: {len(listed)} weights with {len(added)} biases and {len(scales)} scales")
+        counts = f"{len(listed)} weights with {len(added)} biases and {len(scales)} scales"
+        raise ValueError(f"{NAME}: at least one weight, and a bias and a scale for each or none, must be given, got {counts}")
+    check_tensors(NAME, {"input": input}, {"input_scale": input_scale})
     per_row = input_scale is not None and input_scale.numel() > 1
     flat_scale = input_scale.reshape(-1, 1) if per_row and input_scale is not None else input_scale
     for weight, bias, scale in zip(listed, added, scales, strict=True):
@@ -180,6 +184,7 @@ def all_gather_matmul(
     world = groups.size(group)
     most, least = moved.shape[0] * world, max(0, moved.shape[0] - 1) * world + min(1, moved.shape[0])
     size = most if size is None else size
+    check_whole(NAME, "size", size)
     if not least <= size <= most:
         raise ValueError(f"{NAME}: size must be {least} to {most}, got {size}")
     if per_row and input_scale is not None:
@@ -194,5 +199,9 @@ def all_gather_matmul(
     return tuple(each.view(size, *moved.shape[1:-1], each.shape[1]).movedim(0, dim) for each in results)
 
 
-def _listed(given: Any) -> list[Any]:
-    return [given] if isinstance(given, torch.Tensor) else list(given)
+def _listed(name: str, given: Any) -> list[Any]:
+    if isinstance(given, torch.Tensor):
+        return [given]
+    if not isinstance(given, Sequence):
+        raise ValueError(f"{NAME}: {name} must be a tensor or a list of tensors, got {told(given)}")
+    return list(given)

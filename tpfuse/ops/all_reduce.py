@@ -10,6 +10,7 @@ from tpfuse.comm.groups import group_name
 from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import ALL_REDUCE, DTYPES, check_name
 from tpfuse.ops import library
+from tpfuse.ops.arguments import check_tensors, told
 from tpfuse.ops.library import needs_gradients
 
 NAME = ALL_REDUCE
@@ -17,9 +18,9 @@ NAME = ALL_REDUCE
 
 def reference(input: torch.Tensor, group: str) -> torch.Tensor:
     """What the operation means, as functional collectives."""
+    groups.check_device(group, input.device)
     if not input.numel():  # the same on every rank, so there is nothing to exchange
         return input.clone(memory_format=torch.contiguous_format)
-    groups.resolve(group)  # or ValueError
     reduced = torch.ops._c10d_functional.all_reduce(input.contiguous(), "sum", group)
     return torch.ops._c10d_functional.wait_tensor(reduced)
 
@@ -65,11 +66,12 @@ def all_reduce(input: torch.Tensor, *, group: dist.ProcessGroup | str, kernel: s
     Collective: every rank of the group calls it with the same shape. Safe in CUDA graphs after one call outside a capture.
     Gradients: as tensor parallelism needs them; the result is replicated, so must its gradient be, which is the input's.
     Without an arena (no peer-to-peer memory), and on the CPU, it is the functional collective.
-    Raises ValueError: another dtype; ConfigError: ``kernel`` cannot do this; PeerTimeoutError: a rank did not answer within
-    the process group's time-out.
+    Raises ValueError: another dtype; GroupError (a ValueError): the group is gone, or not for this device; ConfigError:
+    ``kernel`` cannot do this; PeerTimeoutError: a rank did not answer within the process group's time-out.
     """
+    check_tensors(NAME, {"input": input})
     if input.dtype not in DTYPES:
-        raise ValueError(f"all_reduce: input must be bf16, fp16 or fp32, got {input.dtype} {list(input.shape)}")
+        raise ValueError(f"{NAME}: input must be bf16, fp16 or fp32, got {told(input)}")
     check_name(NAME, kernel)
     run = Differentiable.apply if needs_gradients(input) else OP
     return run(input, group_name(group), kernel)

@@ -13,6 +13,7 @@ from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, DTYPES, Wish, check_name
 from tpfuse.ops import library
 from tpfuse.ops.all_reduce import reference as all_reduce_reference
+from tpfuse.ops.arguments import check_floating, check_number, check_tensors, told
 from tpfuse.ops.library import needs_gradients
 from tpfuse.ops.rms_norm import normalize
 
@@ -170,9 +171,19 @@ def all_reduce_rms_norm(
     nothing. Safe in CUDA graphs after one call outside a capture, which makes the group's arena. Without an arena (no
     peer-to-peer memory), and on the CPU, functional collectives and eager maths do the same.
     Gradients: the results are replicated, and so must their gradients be; nothing is exchanged for them.
-    Raises ValueError: a shape or dtype other than the above, or a scale that requires gradients; ConfigError: ``kernel``
-    cannot do this; PeerTimeoutError: a rank did not answer within the process group's time-out.
+    Raises ValueError: a shape or dtype other than the above, or a scale that requires gradients; GroupError (a
+    ValueError): the group is gone, or not for this device; ConfigError: ``kernel`` cannot do this; PeerTimeoutError: a
+    rank did not answer within the process group's time-out.
     """
+    factor = scale if isinstance(scale, torch.Tensor) else None
+    optional = {"weight": weight, "residual": residual, "bias": bias, "scale": factor}
+    check_tensors(NAME, {"input": input}, optional)
+    check_number(NAME, "eps", eps, least=0)
+    check_number(NAME, "weight_offset", weight_offset)
+    if scale is not None and factor is None:
+        check_number(NAME, "scale", scale)
+    check_floating(NAME, "normed_dtype", normed_dtype)
+    check_floating(NAME, "out_dtype", out_dtype)
     check_name(NAME, kernel)
     hidden = input.shape[-1] if input.dim() else 0
     _require(input.dim() >= 1, "input must be [..., D]", input)
@@ -183,17 +194,16 @@ def all_reduce_rms_norm(
     _require(same(residual), f"residual must be {input.dtype} {list(input.shape)}", residual)
     _require(bias is None or bias.shape == (hidden,), f"bias must be [{hidden}]", bias)
     _require(bias is None or bias.dtype == input.dtype, f"bias must be {input.dtype}", bias)
-    factor = scale if isinstance(scale, torch.Tensor) else None
     _require(
         factor is None or (factor.numel() == 1 and factor.dtype == input.dtype),
         f"scale must be a number or one element of {input.dtype}",
         factor,
     )
-    tensors = [t for t in (input, weight, residual, bias, factor) if t is not None]
     if needs_gradients(factor):
         raise ValueError("all_reduce_rms_norm has no backward for a scale that requires gradients")
-    if any(t.device != input.device for t in tensors):
-        raise ValueError(f"all tensors must be on {input.device}")
+    for what, tensor in optional.items():
+        if tensor is not None and tensor.device != input.device:
+            raise ValueError(f"{NAME}: {what} must be on {input.device} as the input, got one on {tensor.device}")
     number, element = (scale, None) if factor is None else (None, factor.reshape(()))
     name, rest = group_name(group), (weight_offset, normed_dtype, out_dtype, kernel)
     if needs_gradients(input, weight, residual, bias):
@@ -204,4 +214,4 @@ def all_reduce_rms_norm(
 def _require(ok: bool, what: str, given: torch.Tensor | None) -> None:
     if not ok:
         assert given is not None
-        raise ValueError(f"all_reduce_rms_norm: {what}, got {given.dtype} {list(given.shape)}")
+        raise ValueError(f"{NAME}: {what}, got {told(given)}")

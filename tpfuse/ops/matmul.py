@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tpfuse.comm import groups
 from tpfuse.kernels.candidates import DTYPES
+from tpfuse.ops.arguments import check_tensors, check_whole, told
 from tpfuse.ops.library import needs_gradients
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -65,6 +66,7 @@ def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 def gather_rows(shard: torch.Tensor, rows: int, group: str) -> torch.Tensor:
     """[S, ...] of each rank -> [rows, ...] on all, by a functional collective. The padding is dropped."""
     world = groups.size(group)
+    groups.check_device(group, shard.device)
     if not shard.numel():
         return shard.new_zeros(rows, *shard.shape[1:])
     sent = shard.contiguous()
@@ -76,6 +78,7 @@ def gather_rows(shard: torch.Tensor, rows: int, group: str) -> torch.Tensor:
 def scatter_sum(partial: torch.Tensor, group: str, share: int | None = None) -> torch.Tensor:
     """[M, ...], partial sums -> [S, ...], this rank's rows of the sum, by a functional collective."""
     world, size = groups.size(group), rows_of(partial.shape[0], group, share)
+    groups.check_device(group, partial.device)
     if not partial.numel():
         return partial.new_zeros(size, *partial.shape[1:])
     padded = pad_rows(partial, size * world).contiguous()
@@ -96,8 +99,10 @@ def check_product(
 
     def require(ok: bool, what: str, given: object) -> None:
         if not ok:
-            raise ValueError(f"{op}: {what}, got {_told(given)}")
+            raise ValueError(f"{op}: {what}, got {', '.join(map(told, given)) if isinstance(given, tuple) else told(given)}")
 
+    scales = {"input_scale": input_scale, "weight_scale": weight_scale}
+    check_tensors(op, {"input": input, "weight": weight}, {"bias": bias, **scales})
     require(input.dim() >= 2, "input must be [..., K] with rows", input)
     require(weight.dim() == 2, "weight must be [K, N]", weight)
     rows, inner, columns = input.shape[:-1].numel(), input.shape[-1], weight.shape[1]
@@ -121,11 +126,14 @@ def check_product(
     tensors = [t for t in (input, weight, bias, input_scale, weight_scale) if t is not None]
     if needs_gradients(input_scale, weight_scale) or (scaled and needs_gradients(input, weight, bias)):
         raise ValueError(f"{op} has no backward for FP8: call it under torch.no_grad()")
-    require(len({t.device for t in tensors}) == 1, "all tensors must be on one device", [str(t.device) for t in tensors])
+    devices = [str(t.device) for t in tensors]
+    if len(set(devices)) > 1:
+        raise ValueError(f"{op}: all tensors must be on one device, got {', '.join(devices)}")
 
 
 def check_dim(op: str, input: torch.Tensor, dim: int) -> None:
     """Raises ValueError: it is not a dimension of rows."""
+    check_whole(op, "dim", dim)
     if not 0 <= dim < input.dim() - 1:
         raise ValueError(f"{op}: dim must be 0 to {input.dim() - 2}, got {dim}")
 
@@ -133,10 +141,4 @@ def check_dim(op: str, input: torch.Tensor, dim: int) -> None:
 def check_wire_dtype(op: str, wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     """Raises ValueError: partial sums of a result of ``dtype`` cannot travel so."""
     if wire_dtype not in (None, torch.float32, dtype):
-        raise ValueError(f"{op}: wire_dtype must be torch.float32 or the result's, got {wire_dtype}")
-
-
-def _told(given: object) -> str:
-    if isinstance(given, torch.Tensor):
-        return f"{given.dtype} {list(given.shape)}"
-    return ", ".join(map(_told, given)) if isinstance(given, tuple) else str(given)
+        raise ValueError(f"{op}: wire_dtype must be torch.float32 or the result's, got {told(wire_dtype)}")

@@ -132,8 +132,9 @@ def matmul_all_reduce(
     Safe in CUDA graphs: there, what was not called before outside a capture is the product and
     ``tpfuse.ops.all_reduce``, or a ConfigError where a kernel is named. Tensors lie alike (strides, alignment) on every
     rank.
-    Raises ValueError: arguments other than the above; ConfigError: ``kernel`` cannot do
-    this; PeerTimeoutError: a rank did not answer within the process group's time-out.
+    Raises ValueError: arguments other than the above; GroupError (a ValueError): the group is gone, or not for this
+    device; ConfigError: ``kernel`` cannot do this; PeerTimeoutError: a rank did not answer within the process group's
+    time-out.
     """
     check_product(NAME, input, weight, bias, input_scale, weight_scale, out_dtype)
     check_wire_dtype(NAME, wire_dtype, out_dtype or input.dtype)

@@ -150,8 +150,9 @@ def matmul_reduce_scatter(
     Gradients (but for FP8): those of all ranks' rows are gathered; the bias's is of all rows, the same on every rank.
     Safe in CUDA graphs: there, what was not called before outside a capture is NCCL's, or a ConfigError where a kernel is
     named. Tensors lie alike (strides, alignment) on every rank.
-    Raises ValueError: arguments other than the above; ConfigError: ``kernel`` cannot do
-    this; PeerTimeoutError: a rank did not answer within the process group's time-out.
+    Raises ValueError: arguments other than the above; GroupError (a ValueError): the group is gone, or not for this
+    device; ConfigError: ``kernel`` cannot do this; PeerTimeoutError: a rank did not answer within the process group's
+    time-out.
     Source: the decomposition is Wang et al. 2023, doi:10.1145/3567955.3567959.
     """
     check_product(NAME, input, weight, bias, input_scale, weight_scale, out_dtype)
