@@ -1,11 +1,12 @@
 """tpfuse: tensor-parallel communication fusions for PyTorch models."""
 
-from tpfuse import ops
+from tpfuse import environment, ops  # noqa: F401  (environment first: it refuses a torch without what others import)
 from tpfuse.api import apply, check, explain, remove
 from tpfuse.config import FusionConfig
 from tpfuse.errors import (
     AgreementError,
     ConfigError,
+    GroupError,
     NotAppliedError,
     PeerTimeoutError,
     StrictError,
@@ -18,6 +19,7 @@ __all__ = [
     "AgreementError",
     "ConfigError",
     "FusionConfig",
+    "GroupError",
     "NotAppliedError",
     "PeerTimeoutError",
     "Report",

@@ -59,10 +59,9 @@ def apply(
     or an unsupported torch.
     Raises AgreementError: ranks differ in what they ask for, or another rank failed. Both are raised on every rank.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+    _check_model(model)
+    if group is not None:
+        groups.check(group)
     found = find_groups(model) if group is None else [group]
     failure: TpfuseError | None = None
     request: Request | None = None
@@ -85,14 +84,18 @@ def apply(
         before.remove()
     if is_disabled():
         return model
-    applied = AppliedModel(model, request)
+    applied = AppliedModel(model, request, frozenset(each.group_name for each in found))
     applied.install()
     _note(applied, found)
     return model
 
 
 def remove(model: torch.nn.Module) -> torch.nn.Module:
-    """Undo ``apply``: the model is what it was before. Harmless on a model that was never applied. Returns the model."""
+    """Undo ``apply``: the model is what it was before. Harmless on a model that was never applied. Returns the model.
+
+    Raises ConfigError: it is no torch.nn.Module.
+    """
+    _check_model(model)
     applied = _applied(model)
     if applied is not None:
         applied.remove()
@@ -102,8 +105,10 @@ def remove(model: torch.nn.Module) -> torch.nn.Module:
 def explain(model: torch.nn.Module) -> Report:
     """What became of every all-reduce of an applied model. Complete once a call of each kind has been made.
 
-    Raises NotAppliedError (a ValueError): ``apply`` was never called on this model, or was removed.
+    Raises NotAppliedError (a ValueError): ``apply`` was never called on this model, or was removed, or the model's own
+    ``compile()`` has taken its place since. Raises ConfigError: it is no torch.nn.Module.
     """
+    _check_model(model)
     applied = _applied(model)
     if applied is not None:
         return applied.report()
@@ -111,7 +116,15 @@ def explain(model: torch.nn.Module) -> Report:
         recorder = Recorder(FusionConfig(optimization_level=0).resolve({}))
         recorder.note(f"{DISABLE_VARIABLE} is set: the model runs as it is")
         return recorder.report()
-    raise NotAppliedError(f"tpfuse.apply was not applied to this {type(model).__name__}")
+    since = "" if model._compiled_call_impl is None else ", or its compile() was called since and has taken its place"
+    raise NotAppliedError(f"tpfuse.apply was not applied to this {type(model).__name__}{since}")
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError("model must be a torch.nn.Module that is no ScriptModule: torch.compile cannot see into one")
 
 
 def _applied(model: torch.nn.Module) -> AppliedModel | None:
@@ -127,13 +140,14 @@ def _request(
     found: list[dist.ProcessGroup],
 ) -> Request:
     environment.check()
+    if not isinstance(strict, bool):
+        raise ConfigError(f"strict must be True or False, got {strict!r}")
     known = [p for p in inspect.signature(torch.compile).parameters if p not in ("model", "backend", "disable")]
     for name in compile_options:
         if name not in known:
             raise ConfigError(f"unknown argument {name!r}; apply takes config, group, strict and {', '.join(known)}")
-    if compile_options.get("mode") and compile_options.get("options"):
-        raise ConfigError("mode and options exclude each other, as in torch.compile")
     options = CompileOptions.of(compile_options)
+    options.check()
     loaded = FusionConfig.load(config)
     fusions = pipeline.resolve(loaded)
     _check_kernels(loaded, model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import difflib
 import itertools
 import types
 import weakref
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from tpfuse import tokens
 from tpfuse.comm import agreement, arena, groups
-from tpfuse.config import FusionConfig, Resolved
-from tpfuse.errors import StrictError, TpfuseError, first_line
+from tpfuse.config import FusionConfig, Resolved, is_debugging
+from tpfuse.errors import ConfigError, StrictError, TpfuseError, first_line
 from tpfuse.graph.backend import TpfuseBackend, training_variant
 from tpfuse.models import generate, grad_hooks
 from tpfuse.report import Recorder, Report
@@ -27,6 +28,8 @@ from tpfuse.report import Recorder, Report
 _RECOMPILE_LIMIT = 64
 #: What calls of too few rows to be sharded need not have.
 _SHARDED_FUSIONS = ("enable_sp", "fuse_gemm_comms")
+#: What ranks compare at the first graph of a variant.
+FIRST_CALL = "a first call of an applied model"
 _entries = itertools.count()
 
 
@@ -45,6 +48,27 @@ class CompileOptions:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CompileOptions:
         return cls(dict(values), repr(sorted(values.items())), repr(sorted((k, _told(v)) for k, v in values.items())))
+
+    def check(self) -> None:
+        """Raises ConfigError: torch.compile would refuse them, at the first call."""
+        mode, options = self.values.get("mode"), self.values.get("options")
+        for name, allowed in (("fullgraph", (True, False)), ("dynamic", (True, False, None))):
+            if not any(self.values.get(name, False) is each for each in allowed):
+                told = " or ".join(map(str, allowed))
+                raise ConfigError(f"{name} must be {told}, as in torch.compile, got {self.values[name]!r}")
+        if mode and options:
+            raise ConfigError("mode and options exclude each other, as in torch.compile")
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"options must be a dict, as in torch.compile, got {type(options).__name__}")
+        for name in options or ():
+            known = torch._inductor.list_options()
+            if str(name).replace("-", "_") not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                raise ConfigError(f"options: Inductor has no option {name!r}; the nearest valid one is {near!r}")
+        try:
+            torch._TorchCompileInductorWrapper(mode, dict(options) if options else None, self.values.get("dynamic"))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"torch.compile refuses mode and options: {first_line(error)}") from error
 
 
 def _told(value: Any) -> Any:
@@ -74,15 +98,17 @@ class AppliedModel:
     call first needs it. Each has a code object of its own, so that Dynamo's caches and recompile limits do not mix.
     """
 
-    def __init__(self, model: torch.nn.Module, request: Request) -> None:
-        self.model, self.request = model, request
+    def __init__(self, model: torch.nn.Module, request: Request, tensor_parallel: frozenset[str]) -> None:
+        """tensor_parallel: names of the groups that the model names (or the user), whose ranks have the same rows."""
+        self.model, self.request, self._tensor_parallel = model, request, tensor_parallel
         self.recorder = Recorder(request.fusions)
         self.previous_call = model._compiled_call_impl
-        self._alike: dict[tuple[str, bool], bool] = {}  # by group, and for training apart, once its ranks have been asked
+        self._alike: dict[tuple[str, str], bool] = {}  # by group and kind of graph, once its ranks have been asked
         self._callables: dict[tuple[int, bool, str], Callable] = {}
         self._succeeded: set[tuple[int, bool, str]] = set()  # keys of callables that have run
         self._boundaries = request.config.row_boundaries(request.fusions)
         self._checked_strictly = not request.strict
+        self._debugging = is_debugging()
         self._paused = ""  # why calls run the model as it is
         self._bypassed: list[torch.nn.Module] = []
 
@@ -133,6 +159,8 @@ class AppliedModel:
         if self._boundaries:
             rows = tokens.count_tokens(self.model.forward, args, kwargs, self.request.config.token_count_from)
             index = bisect.bisect_right(self._boundaries, rows)
+        if self._debugging:
+            self._compare(index, compile_options)
         key = (index, torch.is_grad_enabled(), compile_options.key)
         compiled = self._callables.get(key)
         if compiled is None:
@@ -146,12 +174,13 @@ class AppliedModel:
                 raise ours from None
             if not self._may_give_up(key, compile_options):
                 raise
+            result = as_it_is(*args, **kwargs)  # or the model's own error: then it was not torch that failed
             cause = getattr(error, "inner_exception", None) or error
             told = f"{type(cause).__name__}: {first_line(cause)}"
             self.recorder.note(f"torch failed on a training step, and the model runs as it was before tpfuse.apply: {told}")
             self.recorder.withdraw(training_variant(tokens.variant_name(self._boundaries, index)))
             self._callables[key] = as_it_is
-            return as_it_is(*args, **kwargs)
+            return result
         if not self._checked_strictly and key not in self._succeeded:
             self._check_strictly(index)
         self._succeeded.add(key)
@@ -173,35 +202,46 @@ class AppliedModel:
         if torch.is_grad_enabled() and dtensors and values.get("dynamic") is None:
             values["dynamic"] = False  # torch (to 2.13) fails to compile their backward for varying lengths
             self.recorder.note("training with DTensors: a graph for each shape, unless dynamic is given")
+        variant = tokens.variant_name(self._boundaries, index)
         backend = TpfuseBackend(
             self.request.fusions,
             self.recorder,
-            variant=tokens.variant_name(self._boundaries, index),
+            variant=variant,
             rows=tokens.row_range(self._boundaries, index),
             model=self.model,
-            agree=_weakly(self),
+            agree=_weakly(self, variant),
             config=self.request.config,
             **{name: value for name, value in values.items() if name in for_backend},
         )
         rest = {name: value for name, value in values.items() if name not in ("mode", "options")}
         return torch.compile(_entry(self.model), backend=backend, **rest)
 
-    def _agree(self, group_name: str, digest: str, training: bool) -> bool:
+    def _agree(self, variant: str, group_name: str, digest: str, training: bool) -> bool:
         """At a group's first graph, and at its first of training: compare the request with its other ranks, and whether
-        they have the same graph.
+        they have the same graph. A tensor-parallel group does so for each variant, for its ranks call the same one.
 
         A hook may keep a value that a merged or fused all-reduce would no longer have, or break the graph. If only some
         ranks have such a hook, none changes a collective: their number and order must not depend on the rank.
         """
-        if (group_name, training) not in self._alike:
+        called = training_variant(variant) if training else variant
+        same_rows = {"rows of a call": called} if group_name in self._tensor_parallel else {}
+        key = (group_name, called if same_rows else str(training))
+        if key not in self._alike:
             hooked = [n for n, m in self.model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
-            proposal = dict(self.request.proposal)
-            group = groups.resolve(group_name)
-            alike = agreement.agree(group, "tpfuse.apply", proposal, may_differ=f"{digest} {hooked}")
-            self._alike[group_name, training] = alike
-            if not alike:
+            group, proposal = groups.resolve(group_name), {**self.request.proposal, **same_rows}
+            self._alike[key] = agreement.agree(group, FIRST_CALL, proposal, may_differ=f"{digest} {hooked}")
+            if not self._alike[key]:
                 self.recorder.note("ranks have different graphs or forward hooks: their collectives are not changed")
-        return self._alike[group_name, training]
+        return self._alike[key]
+
+    def _compare(self, index: int, compile_options: CompileOptions) -> None:
+        """TPFUSE_DEBUG: before a call, the ranks of tensor-parallel groups that a graph has compare which variant they
+        call."""
+        variant = tokens.variant_name(self._boundaries, index)
+        called = training_variant(variant) if torch.is_grad_enabled() else variant
+        for name in dict.fromkeys(name for name, _ in self._alike if name in self._tensor_parallel):
+            proposal = {"rows of a call": called, "compile options": compile_options.told}
+            agreement.agree(groups.resolve(name), "a call of an applied model", proposal)
 
     def _check_strictly(self, index: int) -> None:
         """After the first call of the index-th range of row counts."""
@@ -232,14 +272,14 @@ def _entry(model: torch.nn.Module) -> Callable:
     return types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
 
 
-def _weakly(applied: AppliedModel) -> Callable[[str, str, bool], bool]:
+def _weakly(applied: AppliedModel, variant: str) -> Callable[[str, str, bool], bool]:
     """``applied._agree`` for a backend, which Dynamo keeps for ever, and with it whatever it holds."""
     reference = weakref.ref(applied)
 
     def agree(group_name: str, digest: str, training: bool) -> bool:
         found = reference()
         assert found is not None, "a model compiles only while it is called"
-        return found._agree(group_name, digest, training)
+        return found._agree(variant, group_name, digest, training)
 
     return agree
 

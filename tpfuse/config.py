@@ -126,6 +126,8 @@ class FusionConfig:
                 raise _bad(name, getattr(self, name), "True, False or None", _nearest_switch(getattr(self, name)))
         for name in TUNED_FUSION:
             _check_number(name, getattr(self, name), default=_default(name), fraction=name.endswith(("_mb", "_s")))
+        if self.peer_timeout_s == 0:
+            raise _bad("peer_timeout_s", self.peer_timeout_s, "a number above 0, or None", None)
         for name, what in (("token_count_from", "an argument"), ("allreduce_rms_kernel", "a kernel")):
             given = getattr(self, name)
             if given is not None and not (isinstance(given, str) and given):
@@ -150,7 +152,7 @@ class FusionConfig:
             return cls.from_strings(_SEPARATOR.split(source))
         if isinstance(source, (str, os.PathLike)):
             return cls.from_json(source)
-        if isinstance(source, Iterable):
+        if isinstance(source, Iterable) and not isinstance(source, (bytes, bytearray)):
             return cls.from_strings(source)
         raise ConfigError(
             "config must be a FusionConfig, a dict, the path of a JSON file or key=value strings, "
@@ -171,7 +173,7 @@ class FusionConfig:
                 fields = json.load(file)
         except OSError as error:
             raise ConfigError(f"cannot read the configuration file {os.fspath(path)!r}: {error.strerror}") from error
-        except ValueError as error:  # malformed JSON or not UTF-8
+        except (ValueError, RecursionError) as error:  # malformed JSON, not UTF-8, or nested without end
             raise ConfigError(f"the configuration file {os.fspath(path)!r} is not valid JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"the configuration file {os.fspath(path)!r} must hold one JSON object")
@@ -223,6 +225,11 @@ class FusionConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} cannot be honoured: {missing}")
         return resolved
 
+    def asked_of_kernels(self) -> list[str]:
+        """ "field=value" of what was set and means nothing without kernels over symmetric memory."""
+        asked = {name: getattr(self, name) for name in ("workspace_mb", "allreduce_rms_kernel")}
+        return [f"{name}={value}" for name, value in asked.items() if value not in (_default(name), "nccl")]
+
     def row_boundaries(self, resolved: Mapping[str, Resolved]) -> tuple[int, ...]:
         """Row counts at which another compiled variant takes over: those asked for, and where sharding of rows begins."""
         found = {*self.token_boundaries}
@@ -232,13 +239,21 @@ class FusionConfig:
 
 
 def is_disabled() -> bool:
-    """Whether the environment turns tpfuse off."""
-    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() in _TRUE
+    """Whether the environment turns tpfuse off. Raises ConfigError: it has another value than on or off."""
+    return _switched_on(DISABLE_VARIABLE)
 
 
 def is_debugging() -> bool:
-    """Whether the environment asks for ranks to compare every call of an operation first (slow)."""
-    return os.environ.get(DEBUG_VARIABLE, "").strip().lower() in _TRUE
+    """Whether the environment asks for ranks to compare every call of an operation first (slow). Raises
+    ConfigError as above."""
+    return _switched_on(DEBUG_VARIABLE)
+
+
+def _switched_on(variable: str) -> bool:
+    word = os.environ.get(variable, "").strip().lower()
+    if word and word not in _TRUE + _FALSE:
+        raise ConfigError(f"{variable} must be one of {', '.join(_TRUE + _FALSE)} or not be set, got {word!r}")
+    return word in _TRUE
 
 
 def _reject_unknown(fields: Iterable[str]) -> None:

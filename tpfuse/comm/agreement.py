@@ -67,8 +67,8 @@ def exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> li
             raise AgreementError(f"{subject}: the process that kept the store of the group has ended") from error
         name, seconds = f"group {group.group_name!r}", f"{timeout.total_seconds():g} s"
         raise AgreementError(
-            f"rank(s) {missing} of {name} did not call {subject} within the time-out of {seconds}: they have died, hang, or "
-            "do something else"
+            f"rank(s) {missing} of {name} did not reach {subject} within the time-out of {seconds}: they have died, hang, "
+            "or do something else"
         ) from error
     everybody = [json.loads(store.get(key)) for key in keys]
     if store.add(f"{prefix}/read", 1) == group.size():  # the last reader: a later group of that name must not find these

@@ -37,7 +37,7 @@ def check(group: object, what: str = "a torch.distributed.ProcessGroup") -> None
         return
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise GroupError(f"group must be {what}: this rank is not in the group that dist.new_group was called for")
-    raise GroupError(f"group must be {what}, got {type(group).__name__} {group!r}")
+    raise GroupError(f"group must be {what}, got {group!r}")
 
 
 def check_device(name: str, device: torch.device) -> None:
@@ -66,7 +66,7 @@ def timeout(group: dist.ProcessGroup) -> datetime.timedelta:
     for device in group._device_types:
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend may have no options
             found.append(group._get_backend(device).options._timeout)
-    return min(found) if found else store_of(group).timeout
+    return min(found) if found else dist.default_pg_timeout
 
 
 def has_peers(group: dist.ProcessGroup) -> bool:

@@ -157,9 +157,11 @@ class TpfuseBackend:
             made = dispatch.of(name, int(self.config.workspace_mb * 2**20))
             if isinstance(made, str):
                 self.recorder.note(f"group {name!r} has no symmetric memory: {made}")
-                for fusion in named:
-                    if self.fusions[fusion].explicit:
-                        raise ConfigError(f"{fusion}=True cannot be honoured: {made}")
+                asked = [f"{fusion}=True" for fusion in named if self.fusions[fusion].explicit]
+                if groups.size(name) > 1:
+                    asked += self.config.asked_of_kernels()
+                if asked:
+                    raise ConfigError(f"{', '.join(asked)} cannot be honoured: {made}")
                 continue
             if self.config.peer_timeout_s is not None:
                 made.arena.set_deadline(self.config.peer_timeout_s)

@@ -158,6 +158,12 @@ def _make(group: dist.ProcessGroup, arena_bytes: int) -> Dispatcher | str:
     return Dispatcher(made, table, source)
 
 
+def refuse(op: str, kernel: str | None, group_name: str, reason: str) -> None:
+    """Raises ConfigError: a kernel was asked for by name, and the group has nothing to run it with."""
+    if kernel not in (None, "nccl") and groups.size(group_name) > 1:
+        raise ConfigError(f"kernel {kernel!r} cannot run {op}: {reason}")
+
+
 def obstacle(group_name: str, device_type: str) -> str:
     """Why no operation can be computed for that group on that kind of device; "" if they can."""
     if device_type == "cpu":

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tpfuse.errors import GroupError
+
 _TENSOR_PARALLEL_NAME = re.compile(r"(?<![a-z])tp(?![a-z])|tensor", re.IGNORECASE)
 
 
@@ -24,24 +26,30 @@ def find_groups(model: torch.nn.Module) -> list[dist.ProcessGroup]:
     Data-parallel dimensions are left out: a parameter that is only replicated over a mesh dimension says nothing about
     it, and FSDP's sharding (dim 0 of every parameter over its own mesh) is not told apart here, but costs no more than
     an exchange with ranks that call ``apply`` too.
+    Raises GroupError: a mesh's group was destroyed. (A group that the model itself holds is given, whatever became of it.)
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return []
     found: dict[str, dist.ProcessGroup] = {}
     for module in model.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if isinstance(tensor, DTensor):
                 for dim, placement in enumerate(tensor.placements):
                     if isinstance(placement, Shard):
-                        _add(found, tensor.device_mesh.get_group(dim))
+                        _add(found, _of_mesh(tensor.device_mesh, dim))
         for name, attribute in vars(module).items():
             if not _TENSOR_PARALLEL_NAME.search(name):
                 continue  # a pipeline's or an expert's group: its ranks hold other modules
             if isinstance(attribute, dist.ProcessGroup):
                 _add(found, attribute)
             elif isinstance(attribute, DeviceMesh) and attribute.ndim == 1:
-                _add(found, attribute.get_group())
+                _add(found, _of_mesh(attribute, 0))
     return list(found.values())
+
+
+def _of_mesh(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
+    try:
+        return mesh.get_group(dim)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise GroupError(f"the model has a process group that was destroyed: {mesh} is of no use any more") from error
 
 
 def _add(found: dict[str, dist.ProcessGroup], group: dist.ProcessGroup) -> None:

@@ -172,7 +172,9 @@ def all_gather_matmul(
     scales = [None] * len(listed) if weight_scales is None else _listed("weight_scales", weight_scales)
     if not listed or not len(listed) == len(added) == len(scales):
         counts = f"{len(listed)} weights with {len(added)} biases and {len(scales)} scales"
-        raise ValueError(f"{NAME}: at least one weight, and a bias and a scale for each or none, must be given, got {counts}")
+        raise ValueError(
+            f"{NAME}: at least one weight, and a bias and a scale for each or none, must be given, got {counts}"
+        )
     check_tensors(NAME, {"input": input}, {"input_scale": input_scale})
     per_row = input_scale is not None and input_scale.numel() > 1
     flat_scale = input_scale.reshape(-1, 1) if per_row and input_scale is not None else input_scale

@@ -30,6 +30,7 @@ def _run(input, group, kernel_name=None, after=None):
         found = dispatch.of(group)
         if not isinstance(found, str):
             return found.all_reduce(kernel_name, input)
+        dispatch.refuse(NAME, kernel_name, group, found)
     return reference(input, group)
 
 

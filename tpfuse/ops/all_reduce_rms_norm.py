@@ -69,6 +69,8 @@ def _run(
             results = found.all_reduce_rms_norm(Wish(kernel_name, flashinfer_bytes), input, weight, eps, *arguments)
             if results is not None:
                 return results
+        else:
+            dispatch.refuse(NAME, kernel_name, group, found)
     return reference(input, weight, group, eps, *arguments)
 
 

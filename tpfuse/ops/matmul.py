@@ -99,7 +99,9 @@ def check_product(
 
     def require(ok: bool, what: str, given: object) -> None:
         if not ok:
-            raise ValueError(f"{op}: {what}, got {', '.join(map(told, given)) if isinstance(given, tuple) else told(given)}")
+            raise ValueError(
+                f"{op}: {what}, got {', '.join(map(told, given)) if isinstance(given, tuple) else told(given)}"
+            )
 
     scales = {"input_scale": input_scale, "weight_scale": weight_scale}
     check_tensors(op, {"input": input, "weight": weight}, {"bias": bias, **scales})
