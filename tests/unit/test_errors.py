@@ -194,7 +194,7 @@ APPLY: dict[str, tuple[Callable[[Any, pathlib.Path], Any], type[Exception], tupl
     "torch: too old": (
         lambda g, t: _with_torch("2.10.1", lambda: _applied(g)), ConfigError, ("torch 2.10.1 is not", ">=2.11,<2.15")),
     "torch: too new": (
-        lambda g, t: _with_torch("2.15.0a0+git", lambda: _applied(g)), ConfigError, ("torch 2.15.0a0+git is not supported",)),
+        lambda g, t: _with_torch("2.15.0a0+git", lambda: _applied(g)), ConfigError, ("torch 2.15.0a0+git is not",)),
     "torch: no version": (
         lambda g, t: _with_torch("nightly", lambda: _applied(g)), ConfigError, ("torch nightly is not supported",)),
     "torch: too old to import": (

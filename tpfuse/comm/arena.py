@@ -248,6 +248,8 @@ def _unfit(group: dist.ProcessGroup, device: torch.device) -> str:
         return "no CUDA device"
     if not groups.has_peers(group):
         return "the group has no peers"
+    if all(each.type != "cuda" for each in group._device_types):
+        return "the group carries no CUDA tensors"
     if torch.cuda.get_device_capability(device) < (9, 0):
         return f"compute capability 9.0 is needed, {torch.cuda.get_device_name(device)} has less"
     if torch.cuda.is_current_stream_capturing():
