@@ -25,6 +25,7 @@ from tpfuse import ops
 from tpfuse.testing import RankError, interpret_graphs, spawn
 
 TIMEOUT_S = 3
+AGREE = "AgreementError"
 X, MATRIX = torch.ones(4, 8), torch.ones(8, 6)
 SHARDED = {"enable_sp": True, "sp_min_token_num": 5}  # a call of 4 rows runs another variant than one of 5
 
@@ -67,11 +68,6 @@ def _branch(group: dist.ProcessGroup, rank: int) -> None:
     _call(model, 3)
 
 
-class _Deeper(Stack):
-    def __init__(self, group, layers):
-        super().__init__(group, layers=layers)
-
-
 def _with(target: Any, name: str, value: Any, rank: int, call: Callable[[], Any]) -> None:
     """``call``, where rank 1 has another value of something."""
     if not rank:
@@ -96,79 +92,79 @@ def _gone_on_one(group: dist.ProcessGroup, rank: int) -> None:
 #: Of applied models and ``apply``: they need no TPFUSE_DEBUG.
 CASES: dict[str, tuple[Callable[[Any, int], Any], Any, Any]] = {
     "apply: another config": (
-        lambda g, r: _model(g, {"fuse_allreduce_rms": not r}), "AgreementError", ("tpfuse.apply", "differ in config")),
+        lambda g, r: _model(g, {"fuse_allreduce_rms": not r}), AGREE, ("tpfuse.apply", "differ in config")),
     "apply: another torch": (
         lambda g, r: _with(torch, "__version__", "2.12.0", r, lambda: _model(g)),
-        "AgreementError", ("differ in torch", "rank 1: 2.12.0")),
+        AGREE, ("differ in torch", "rank 1: 2.12.0")),
     "apply: another tpfuse": (
         lambda g, r: _with(tpfuse.api, "__version__", "9.9", r, lambda: _model(g)),
-        "AgreementError", ("differ in tpfuse", "rank 1: 9.9")),
+        AGREE, ("differ in tpfuse", "rank 1: 9.9")),
     "apply: an unsupported torch on one": (
         lambda g, r: _with(torch, "__version__", "2.1.0", r, lambda: _model(g)),
-        ("AgreementError", "ConfigError"), (("rank 1: ConfigError: torch 2.1.0",), ("torch 2.1.0 is not supported",))),
+        (AGREE, "ConfigError"), (("rank 1: ConfigError: torch 2.1.0",), ("torch 2.1.0 is not supported",))),
     "apply: disabled on one": (
         lambda g, r: _with_env("TPFUSE_DISABLE", "1", r, lambda: _model(g)),
-        "AgreementError", ("differ in TPFUSE_DISABLE", "rank 0: False", "rank 1: True")),
+        AGREE, ("differ in TPFUSE_DISABLE", "rank 0: False", "rank 1: True")),
     "apply: debugging on one": (
         lambda g, r: _with_env("TPFUSE_DEBUG", "0", r, lambda: _model(g)),
-        "AgreementError", ("differ in TPFUSE_DEBUG", "rank 0: True", "rank 1: False")),
+        AGREE, ("differ in TPFUSE_DEBUG", "rank 0: True", "rank 1: False")),
     "apply: an environment that is no switch on one": (
         lambda g, r: _with_env("TPFUSE_DISABLE", "maybe", r, lambda: _model(g)),
-        ("AgreementError", "ConfigError"), (("rank 1: ConfigError: TPFUSE_DISABLE must be",), ("TPFUSE_DISABLE must be",))),
+        (AGREE, "ConfigError"), (("rank 1: ConfigError: TPFUSE_DISABLE must be",), ("TPFUSE_DISABLE must be",))),
     "apply: another model": (
-        lambda g, r: tpfuse.apply(Stack(g, layers=1 + r)), "AgreementError", ("differ in model", "rank 0: Stack", "rank 1: Stack")),
+        lambda g, r: tpfuse.apply(Stack(g, layers=1 + r)), AGREE, ("differ in model", "rank 0: Stack", "rank 1")),
     "apply: a config file on one": (
         lambda g, r: _model(g, "/nowhere/config.json" if r else None),
-        ("AgreementError", "ConfigError"), (("rank 1: ConfigError: cannot read",), ("cannot read", "/nowhere/config.json"))),
+        (AGREE, "ConfigError"), (("rank 1: ConfigError: cannot read",), ("cannot read", "/nowhere/config.json"))),
     "apply: not on rank 1": (
         lambda g, r: None if r else _model(g),
-        ("AgreementError", ""), (("rank(s) [1]", "did not reach tpfuse.apply within the time-out of 3 s"), ())),
+        (AGREE, ""), (("rank(s) [1]", "did not reach tpfuse.apply within the time-out of 3 s"), ())),
     "apply: another call on rank 1": (
         lambda g, r: ops.all_reduce(X, group=g) if r else _model(g),
-        "AgreementError", ("are in different calls", "rank 0: tpfuse.apply", "rank 1: a call of tpfuse.ops")),
+        AGREE, ("are in different calls", "rank 0: tpfuse.apply", "rank 1: a call of tpfuse.ops")),
     "apply: the group gone on one": (
-        _gone_on_one, ("AgreementError", "GroupError"), (("rank(s) [1]", "did not reach tpfuse.apply"), ("was destroyed",))),
+        _gone_on_one, (AGREE, "GroupError"), (("rank(s) [1]", "did not reach tpfuse.apply"), ("was destroyed",))),
     "first call: other rows, other variant": (
         lambda g, r: _calls(g, {"token_boundaries": (5,)}, 4 + r),
-        "AgreementError", ("a first call of an applied model", "differ in rows of a call", "rank 0: rows<5", "rank 1: rows>=5")),
+        AGREE, ("a first call of an applied model", "in rows of a call: rank 0: rows<5, rank 1: rows>=5")),
     "first call: other rows, sharded": (
-        lambda g, r: _calls(g, SHARDED, 4 + r), "AgreementError", ("differ in rows of a call", "rank 0: rows<5")),
+        lambda g, r: _calls(g, SHARDED, 4 + r), AGREE, ("differ in rows of a call", "rank 0: rows<5")),
     "first call: not on rank 1": (
         lambda g, r: _model(g) if r else _calls(g, None, 3),
-        ("AgreementError", ""), (("rank(s) [1]", "did not reach a first call of an applied model", "3 s"), ())),
+        (AGREE, ""), (("rank(s) [1]", "did not reach a first call of an applied model", "3 s"), ())),
     "first call: training on one": (
         lambda g, r: (lambda m: m(*m.inputs(3)) if r else _call(m, 3))(_model(g)),
-        "AgreementError", ("differ in rows of a call", "rank 0: all", "rank 1: all, training")),
+        AGREE, ("differ in rows of a call", "rank 0: all", "rank 1: all, training")),
     "later call: other rows, other variant": (
         lambda g, r: _calls(g, SHARDED, 3, 7, 4 + r),
-        "AgreementError", ("a call of an applied model", "differ in rows of a call", "rank 0: rows<5", "rank 1: rows>=5")),
+        AGREE, ("a call of an applied model", "differ in rows of a call", "rank 0: rows<5", "rank 1: rows>=5")),
     "later call: other rows, same variant": (
         lambda g, r: _calls(g, None, 3, 4 + r),
-        "AgreementError", ("a call of tpfuse.ops", "differ in call", "[4, 96]", "[5, 96]")),
+        AGREE, ("a call of tpfuse.ops", "differ in call", "[4, 96]", "[5, 96]")),
     "later call: another dtype": (
-        lambda g, r: _other_dtype(g, r), "AgreementError", ("a call of tpfuse.ops", "torch.float32 [3, 96]", "torch.float64")),
+        lambda g, r: _other_dtype(g, r), AGREE, ("a call of tpfuse.ops", "torch.float32 [3, 96]", "torch.float64")),
     "later call: another branch": (
-        _branch, ("AgreementError", ""), (("did not reach",), ())),
+        _branch, (AGREE, ""), (("did not reach",), ())),
     "operation: other rows": (
         lambda g, r: ops.all_reduce(torch.ones(4 + r, 8), group=g),
-        "AgreementError", ("differ in call", "rank 0: all_reduce(torch.float32 [4, 8]", "rank 1: all_reduce(torch.float32 [5, 8]")),
+        AGREE, ("differ in call: rank 0: all_reduce(torch.float32 [4, 8]", "[5, 8]")),
     "operation: no rows on one": (
-        lambda g, r: ops.all_reduce(torch.ones(4 * r, 8), group=g), "AgreementError", ("differ in call", "[0, 8]", "[4, 8]")),
+        lambda g, r: ops.all_reduce(torch.ones(4 * r, 8), group=g), AGREE, ("differ in call", "[0, 8]", "[4, 8]")),
     "operation: another dtype": (
-        lambda g, r: ops.all_reduce(X.bfloat16() if r else X, group=g), "AgreementError", ("torch.float32", "torch.bfloat16")),
+        lambda g, r: ops.all_reduce(X.bfloat16() if r else X, group=g), AGREE, ("float32", "bfloat16")),
     "operation: another one": (
         lambda g, r: ops.all_reduce(X, group=g) if r else ops.matmul_all_reduce(X, MATRIX, group=g),
-        "AgreementError", ("rank 0: matmul_all_reduce", "rank 1: all_reduce")),
+        AGREE, ("rank 0: matmul_all_reduce", "rank 1: all_reduce")),
     "operation: other rows of a product": (
-        lambda g, r: ops.matmul_reduce_scatter(torch.ones(4 + r, 8), MATRIX, group=g), "AgreementError", ("[4, 8]", "[5, 8]")),
+        lambda g, r: ops.matmul_reduce_scatter(torch.ones(4 + r, 8), MATRIX, group=g), AGREE, ("[4, 8]", "[5, 8]")),
     "operation: other rows gathered": (
-        lambda g, r: ops.all_gather_matmul(torch.ones(4 + r, 8), MATRIX, group=g), "AgreementError", ("[4, 8]", "[5, 8]")),
+        lambda g, r: ops.all_gather_matmul(torch.ones(4 + r, 8), MATRIX, group=g), AGREE, ("[4, 8]", "[5, 8]")),
     "operation: bad argument on one": (
         lambda g, r: ops.all_reduce(X.int() if r else X, group=g),
-        ("AgreementError", "ValueError"), (("rank(s) [1]", "did not reach a call of tpfuse.ops"), ("input must be bf16",))),
+        (AGREE, "ValueError"), (("rank(s) [1]", "did not reach a call of tpfuse.ops"), ("input must be bf16",))),
     "operation: not on rank 1": (
         lambda g, r: None if r else ops.all_reduce(X, group=g),
-        ("AgreementError", ""), (("rank(s) [1]", "did not reach a call of tpfuse.ops within the time-out of 3 s"), ())),
+        (AGREE, ""), (("rank(s) [1]", "did not reach a call of tpfuse.ops within the time-out of 3 s"), ())),
     "group: for CUDA alone": (
         lambda g, r: ops.all_reduce(X, group=dist.new_group([0, 1], backend="cuda:gloo")),
         "GroupError", ("carries tensors on cuda, got one on cpu",)),

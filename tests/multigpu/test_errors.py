@@ -38,8 +38,9 @@ def _first_call(group: dist.ProcessGroup, config: dict[str, Any]) -> None:
         model(*model.inputs(5))
 
 
-def _in_a_capture(call: Callable[[], Any]) -> None:
-    """The error of a call inside a capture, which itself ends well."""
+def _in_a_capture(call: Callable[[dist.ProcessGroup], Any]) -> None:
+    """The error of a new group's first call inside a capture, which itself ends well."""
+    group = _group()
     dist.barrier()
     torch.cuda.synchronize()
     graph, error = torch.cuda.CUDAGraph(), None
@@ -47,7 +48,7 @@ def _in_a_capture(call: Callable[[], Any]) -> None:
     with torch.cuda.graph(graph):
         filled += 1
         try:
-            call()
+            call(group)
         except Exception as caught:
             error = caught
     graph.replay()
@@ -66,18 +67,18 @@ def _without_memory(call: Callable[[dist.ProcessGroup], Any]) -> None:
 #: id -> (provoke, the error's name, what it says), the same on every rank.
 CASES: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
     "capture: the first call of a group, by name": (
-        lambda: _in_a_capture(lambda group=_group(): ops.all_reduce(_x(), group=group, kernel="tpfuse_ring")),
+        lambda: _in_a_capture(lambda group: ops.all_reduce(_x(), group=group, kernel="tpfuse_ring")),
         "ConfigError", ("kernel 'tpfuse_ring' cannot run all_reduce", "CUDA graph is being captured: call once before")),
     "capture: the first GEMM of a group, by name": (
         lambda: _in_a_capture(
-            lambda group=_group(): ops.matmul_all_reduce(_x(), _x(4096, 512), group=group, kernel="tpfuse")),
+            lambda group: ops.matmul_all_reduce(_x(), _x(4096, 512), group=group, kernel="tpfuse")),
         "ConfigError", ("kernel 'tpfuse' cannot run matmul_all_reduce", "CUDA graph is being captured")),
     "arena: too small": (
         lambda: _first_call(_group(), {"workspace_mb": 0.1}),
         "ConfigError", ("workspace_mb=0.1 cannot be honoured", "too small for")),
     "arena: no memory for it": (
         lambda: _first_call(_group(), {"workspace_mb": HUGE_MB}),
-        "ConfigError", (f"workspace_mb={HUGE_MB} cannot be honoured", "rank 0: no memory for the arena", "rank 1: no memory")),
+        "ConfigError", (f"workspace_mb={HUGE_MB} cannot be honoured", "rank 0: no memory for the arena", "rank 1: no")),
     "arena: no memory, fusion by name": (
         lambda: _without_memory(lambda group: _first_call(group, {"fuse_allreduce_rms": True})),
         "ConfigError", ("fuse_allreduce_rms=True cannot be honoured", "no memory for the arena")),
