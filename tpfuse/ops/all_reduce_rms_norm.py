@@ -187,25 +187,9 @@ def all_reduce_rms_norm(
     check_floating(NAME, "normed_dtype", normed_dtype)
     check_floating(NAME, "out_dtype", out_dtype)
     check_name(NAME, kernel)
-    hidden = input.shape[-1] if input.dim() else 0
-    _require(input.dim() >= 1, "input must be [..., D]", input)
-    _require(input.dtype in DTYPES, "input must be bf16, fp16 or fp32", input)
-    _require(weight is None or weight.shape == (hidden,), f"weight must be [{hidden}]", weight)
-    _require(weight is None or weight.is_floating_point(), "weight must be floating", weight)
-    same = lambda t: t is None or (t.shape == input.shape and t.dtype == input.dtype)  # noqa: E731
-    _require(same(residual), f"residual must be {input.dtype} {list(input.shape)}", residual)
-    _require(bias is None or bias.shape == (hidden,), f"bias must be [{hidden}]", bias)
-    _require(bias is None or bias.dtype == input.dtype, f"bias must be {input.dtype}", bias)
-    _require(
-        factor is None or (factor.numel() == 1 and factor.dtype == input.dtype),
-        f"scale must be a number or one element of {input.dtype}",
-        factor,
-    )
+    _check_shapes(input, weight, residual, bias, factor)
     if needs_gradients(factor):
         raise ValueError("all_reduce_rms_norm has no backward for a scale that requires gradients")
-    for what, tensor in optional.items():
-        if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"{NAME}: {what} must be on {input.device} as the input, got one on {tensor.device}")
     number, element = (scale, None) if factor is None else (None, factor.reshape(()))
     name, rest = group_name(group), (weight_offset, normed_dtype, out_dtype, kernel)
     if needs_gradients(input, weight, residual, bias):
@@ -213,7 +197,35 @@ def all_reduce_rms_norm(
     return OP(input, weight, name, eps, residual, bias, number, element, *rest)
 
 
-def _require(ok: bool, what: str, given: torch.Tensor | None) -> None:
-    if not ok:
-        assert given is not None
-        raise ValueError(f"{NAME}: {what}, got {told(given)}")
+def _check_shapes(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    factor: torch.Tensor | None,
+) -> None:
+    """Raises ValueError: a shape, dtype or device that does not go with the input's."""
+    if not input.dim():
+        raise _wrong("input must be [..., D]", input)
+    if input.dtype not in DTYPES:
+        raise _wrong("input must be bf16, fp16 or fp32", input)
+    hidden, dtype = input.shape[-1], input.dtype
+    if weight is not None and weight.shape != (hidden,):
+        raise _wrong(f"weight must be [{hidden}]", weight)
+    if weight is not None and not weight.is_floating_point():
+        raise _wrong("weight must be floating", weight)
+    if residual is not None and not (residual.shape == input.shape and residual.dtype == dtype):
+        raise _wrong(f"residual must be {told(input)}", residual)
+    if bias is not None and bias.shape != (hidden,):
+        raise _wrong(f"bias must be [{hidden}]", bias)
+    if bias is not None and bias.dtype != dtype:
+        raise _wrong(f"bias must be {dtype}", bias)
+    if factor is not None and not (factor.numel() == 1 and factor.dtype == dtype):
+        raise _wrong(f"scale must be a number or one element of {dtype}", factor)
+    for name, tensor in {"weight": weight, "residual": residual, "bias": bias, "scale": factor}.items():
+        if tensor is not None and tensor.device != input.device:
+            raise ValueError(f"{NAME}: {name} must be on {input.device} as the input, got one on {tensor.device}")
+
+
+def _wrong(what: str, given: torch.Tensor) -> ValueError:
+    return ValueError(f"{NAME}: {what}, got {told(given)}")

@@ -18,10 +18,11 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 def check_tensors(op: str, needed: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError: one is no tensor of plain strided memory on this rank. Optional ones may be None."""
     for name, given in needed.items():
-        if not isinstance(given, torch.Tensor):
-            raise ValueError(f"{op}: {name} must be a tensor, got {told(given)}")
-        if isinstance(given, DTensor):
-            raise ValueError(f"{op}: {name} must be this rank's own tensor, got a DTensor: give {name}.to_local()")
+        if type(given) is not torch.Tensor and type(given) is not torch.nn.Parameter:  # what most are, quickly told
+            if not isinstance(given, torch.Tensor):
+                raise ValueError(f"{op}: {name} must be a tensor, got {told(given)}")
+            if isinstance(given, DTensor):
+                raise ValueError(f"{op}: {name} must be this rank's own tensor, got a DTensor: give {name}.to_local()")
         if given.layout is not torch.strided:
             raise ValueError(f"{op}: {name} must be strided (dense), got {given.layout}")
     if optional:
