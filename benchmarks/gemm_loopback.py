@@ -55,7 +55,7 @@ class Loopback:
 
 def kernel_of(space: Loopback, files: tuple[str, ...], macros: tuple[tuple[str, int], ...], shared_bytes: int) -> int:
     """As ``gemm.kernel_of``, without other ranks to agree with."""
-    return build.kernel(files, files[-1].partition(".")[0], macros, shared_bytes, space.arena.device.index)
+    return build.kernel(files, macros, shared_bytes, space.arena.device.index)
 
 
 def body(space: Any, op: str, m: int, operands: Operands, fp8: bool) -> Callable[[int], torch.Tensor]:

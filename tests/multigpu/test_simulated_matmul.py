@@ -49,7 +49,7 @@ def _spaces(arenas):
 
 
 def _built(space, files, macros, shared_bytes):
-    return build.kernel(files, files[-1].partition(".")[0], macros, shared_bytes, 0)
+    return build.kernel(files, macros, shared_bytes, 0)
 
 
 def _run(spaces, call):

@@ -43,7 +43,7 @@ def test_they_compile(world):
             if cut is LARGE and dtype == FP16:
                 options = (*options, ("PROFILE", 1))
             _, code = build.compiled(files, options, "sm_90a")
-            assert code[:4] == b"\x7fELF" and files[-1].removesuffix(".cu").encode() in code
+            assert code[:4] == b"\x7fELF" and f".text.{build.name_of(files, options)}".encode() in code
 
 
 def test_they_fit_into_shared_memory():

@@ -259,7 +259,7 @@ struct Multiplier {
   }
 };
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) all_gather_matmul(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) tpfuse_all_gather_matmul(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
   __shared__ alignas(8) uint64_t barriers[STAGE_BARRIERS + 1];
   __shared__ int poisoned;

@@ -25,8 +25,14 @@ _FOLDER = pathlib.Path(__file__).parent
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
+def name_of(files: tuple[str, ...], options: tuple[tuple[str, int], ...]) -> str:
+    """Name of the kernel in the last of the files, as profilers show it: the operation that it computes."""
+    stem = pathlib.Path(files[-1]).stem
+    return f"tpfuse_{'matmul_all_reduce' if ('ALL_ROWS', 1) in options else stem}"
+
+
 @functools.cache
-def kernel(files: tuple[str, ...], name: str, options: tuple[tuple[str, int], ...], shared_bytes: int, device: int) -> int:
+def kernel(files: tuple[str, ...], options: tuple[tuple[str, int], ...], shared_bytes: int, device: int) -> int:
     """The handle (CUfunction) of a kernel on a device, loaded: its first launch loads nothing any more.
 
     files    of this folder, compiled as one, in this order
@@ -36,7 +42,7 @@ def kernel(files: tuple[str, ...], name: str, options: tuple[tuple[str, int], ..
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the device's context is there
         major, minor = torch.cuda.get_device_capability(device)
-        arch = f"sm_{major}{minor}a"
+        arch, name = f"sm_{major}{minor}a", name_of(files, options)
         try:
             return _load(compiled(files, options, arch)[1], name, shared_bytes)
         except BuildError:

@@ -217,16 +217,16 @@ class Scale(ctypes.Structure):
 
 
 def kernel_of(workspace: Workspace, files: tuple[str, ...], options: tuple[tuple[str, int], ...], shared_bytes: int) -> int:
-    """The kernel in the last of the files, which has its name. The first call for a group and options is collective.
+    """The kernel in the last of the files. The first call for a group and options is collective.
 
     Raises BuildError, on every rank: one of them cannot build it.
     """
     key = files, options
-    found, name = workspace.kernels.get(key), files[-1].partition(".")[0]
+    found, name = workspace.kernels.get(key), build.name_of(files, options)
     if found is None:
         reason, index = "", workspace.arena.device.index
         try:
-            found = build.kernel(files, name, options, shared_bytes, index)
+            found = build.kernel(files, options, shared_bytes, index)
         except BuildError as error:
             reason = str(error)
         group = groups.resolve(workspace.arena.group_name)

@@ -327,7 +327,13 @@ struct Multiplier {
   }
 };
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) matmul_reduce_scatter(const __grid_constant__ Params p) {
+#if ALL_ROWS
+#define KERNEL tpfuse_matmul_all_reduce
+#else
+#define KERNEL tpfuse_matmul_reduce_scatter
+#endif
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) KERNEL(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
   __shared__ alignas(8) uint64_t barriers[STAGE_BARRIERS + 5];
   __shared__ int poisoned;

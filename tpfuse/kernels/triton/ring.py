@@ -14,6 +14,7 @@ from tpfuse.kernels.triton.row import (
     SLOTS,
     load_weight,
     modify,
+    named,
     normalize,
     push_to_all,
     squares_of,
@@ -24,7 +25,7 @@ from tpfuse.kernels.triton.row import (
 from tpfuse.kernels.triton.vectors import joins
 
 
-@triton.jit(do_not_specialize=RUN_TIME)
+@triton.jit(do_not_specialize=RUN_TIME, repr=named("ring"))
 def ring(
     input, residual, bias, weight, factor, normed, total, base, next_base, peers, region, state, control,
     rank, rows, vectors, inverse, all_vectors, tag, eps, scale, offset,

@@ -24,6 +24,18 @@ RUN_TIME = (
 )
 
 
+def named(algorithm: str):
+    """What profilers call a kernel: the operation that it is compiled for, and the algorithm."""
+
+    def name(specialization) -> str:
+        constants = specialization.constants
+        if constants["WORLD"] == 1:
+            return "tpfuse_rms_norm"
+        return f"tpfuse_all_reduce{'_rms_norm' if constants['NORM'] else ''}_{algorithm}"
+
+    return name
+
+
 @triton.jit
 def push_to_all(place, mask, words, next_base, peers, rank, region, index, WORLD: tl.constexpr, SLOT_BYTES: tl.constexpr):
     """Into slot ``index`` of every peer. Source s has the (s - owner - 1) mod WORLD-th part of each slot of an owner.

@@ -15,6 +15,7 @@ from tpfuse.kernels.triton.row import (
     SLOTS,
     load_weight,
     modify,
+    named,
     normalize,
     push_to_all,
     squares_of,
@@ -78,7 +79,7 @@ def _sum_parts(
         )
 
 
-@triton.jit(do_not_specialize=RUN_TIME)
+@triton.jit(do_not_specialize=RUN_TIME, repr=named("split"))
 def split(
     input, residual, bias, weight, factor, normed, total, base, next_base, peers, region, state, control,
     rank, rows, vectors, inverse, all_vectors, tag, eps, scale, offset,
