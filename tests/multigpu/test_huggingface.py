@@ -93,7 +93,7 @@ def _generation(rank: int) -> dict[str, bool]:
     tpfuse.apply(model)
     torch._dynamo.utils.counters.clear()
     got = [_generate(model, ids), _generate(model, ids, cache_implementation="static")]
-    modes = {key for _, key in model._compiled_call_impl._callables}
+    modes = {key for *_, key in model._compiled_call_impl._callables}
     skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     tpfuse.remove(model)
     return {
