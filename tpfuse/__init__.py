@@ -13,7 +13,9 @@ from tpfuse.errors import (
     TpfuseError,
 )
 from tpfuse.report import Report, Site
+from tpfuse.switch import disabled
 from tpfuse.version import __version__
+from tpfuse.warming import warmup
 
 __all__ = [
     "AgreementError",
@@ -29,7 +31,9 @@ __all__ = [
     "__version__",
     "apply",
     "check",
+    "disabled",
     "explain",
     "ops",
     "remove",
+    "warmup",
 ]

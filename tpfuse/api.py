@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import inspect
 import json
 import os
@@ -15,15 +14,19 @@ import torch
 import torch.distributed as dist
 
 from tpfuse import environment, sharding
-from tpfuse.applied import AppliedModel, CompileOptions, Request
+from tpfuse.applied import AppliedModel, CompileOptions, Request, applied_to
 from tpfuse.comm import agreement, arena, groups
 from tpfuse.config import DEBUG_VARIABLE, DISABLE_VARIABLE, FusionConfig, is_debugging, is_disabled
 from tpfuse.errors import ConfigError, NotAppliedError, TpfuseError
 from tpfuse.graph import pipeline
+from tpfuse.graph.places import fingerprint
 from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, CANDIDATES
+from tpfuse.logs import logger
 from tpfuse.models.find_groups import find_groups
 from tpfuse.report import Recorder, Report
 from tpfuse.version import __version__
+
+_log = logger(__name__)
 
 
 def apply(
@@ -77,16 +80,19 @@ def apply(
     if failure is not None:
         raise failure
     assert request is not None
-    before = _applied(model)
+    before = applied_to(model)
     if before is not None:
         if before.request.proposal == request.proposal:
             return model
         before.remove()
     if is_disabled():
         return model
-    applied = AppliedModel(model, request, frozenset(each.group_name for each in found))
+    applied = AppliedModel(model, request, found)
     applied.install()
     _note(applied, found)
+    on = ", ".join(name for name, fusion in request.fusions.items() if fusion.on) or "nothing"
+    names = [each.group_name for each in found]
+    _log.info("applied to %s: on: %s; process groups: %s", type(model).__name__, on, names)
     return model
 
 
@@ -96,7 +102,7 @@ def remove(model: torch.nn.Module) -> torch.nn.Module:
     Raises ConfigError: it is no torch.nn.Module.
     """
     _check_model(model)
-    applied = _applied(model)
+    applied = applied_to(model)
     if applied is not None:
         applied.remove()
     return model
@@ -109,7 +115,7 @@ def explain(model: torch.nn.Module) -> Report:
     ``compile()`` has taken its place since. Raises ConfigError: it is no torch.nn.Module.
     """
     _check_model(model)
-    applied = _applied(model)
+    applied = applied_to(model)
     if applied is not None:
         return applied.report()
     if is_disabled():
@@ -125,11 +131,6 @@ def _check_model(model: Any) -> None:
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError("model must be a torch.nn.Module that is no ScriptModule: torch.compile cannot see into one")
-
-
-def _applied(model: torch.nn.Module) -> AppliedModel | None:
-    found = getattr(model, "_compiled_call_impl", None)
-    return found if isinstance(found, AppliedModel) else None
 
 
 def _request(
@@ -153,7 +154,6 @@ def _request(
     _check_kernels(loaded, model)
     threshold = sharding.threshold(loaded, fusions, model, found)
     settled = dataclasses.replace(loaded, sp_min_token_num=threshold.rows)
-    modules = hashlib.sha256(repr([(n, type(m).__qualname__) for n, m in model.named_modules()]).encode()).hexdigest()
     proposal = {
         "tpfuse": __version__,
         "torch": str(torch.__version__),
@@ -163,7 +163,7 @@ def _request(
         "sp_min_token_num, which is by each machine's table unless it is given": str(threshold.rows),
         "strict": str(strict),
         "compile options": options.told,
-        "model": f"{type(model).__name__} {modules[:12]}",
+        "model": f"{type(model).__name__} {fingerprint(model)}",
     }
     return Request(settled, fusions, strict, options, proposal, threshold.source)
 

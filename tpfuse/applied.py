@@ -9,17 +9,19 @@ import difflib
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tpfuse import tokens
+from tpfuse import switch, tokens
 from tpfuse.comm import agreement, arena, groups
 from tpfuse.config import FusionConfig, Resolved, is_debugging
 from tpfuse.errors import ConfigError, StrictError, TpfuseError, first_line
 from tpfuse.graph.backend import TpfuseBackend, training_variant
+from tpfuse.graph.places import Places
 from tpfuse.models import generate, grad_hooks
 from tpfuse.report import Recorder, Report
 
@@ -98,12 +100,14 @@ class AppliedModel:
     call first needs it. Each has a code object of its own, so that Dynamo's caches and recompile limits do not mix.
     """
 
-    def __init__(self, model: torch.nn.Module, request: Request, tensor_parallel: frozenset[str]) -> None:
-        """tensor_parallel: names of the groups that the model names (or the user), whose ranks have the same rows."""
-        self.model, self.request, self._tensor_parallel = model, request, tensor_parallel
-        self.recorder = Recorder(request.fusions)
+    def __init__(self, model: torch.nn.Module, request: Request, found: Sequence[dist.ProcessGroup]) -> None:
+        """found: groups that the model names (or the user), whose ranks have the same rows."""
+        self.model, self.request, self.groups = model, request, tuple(found)
+        self.recorder, self.places = Recorder(request.fusions), Places(model)
         self.previous_call = model._compiled_call_impl
-        self._alike: dict[tuple[str, str], bool] = {}  # by group and kind of graph, once its ranks have been asked
+        self._tensor_parallel = frozenset(group.group_name for group in found)
+        # By group, kind of graph and the model's modules, once the group's ranks have been asked.
+        self._alike: dict[tuple[str, str, str], bool] = {}
         self._callables: dict[tuple[int, bool, str], Callable] = {}
         self._succeeded: set[tuple[int, bool, str]] = set()  # keys of callables that have run
         self._boundaries = request.config.row_boundaries(request.fusions)
@@ -124,7 +128,14 @@ class AppliedModel:
         self._callables.clear()
 
     def report(self) -> Report:
+        self.recorder.forget(self.places.refresh())
         return self.recorder.report()
+
+    def variants_without_calls(self) -> list[str]:
+        """Names of the ranges of row counts that nothing was compiled for."""
+        called = {index for index, *_ in self._callables}
+        every = range(len(self._boundaries) + 1)
+        return [tokens.variant_name(self._boundaries, index) for index in every if index not in called]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self.request.compile_options, args, kwargs)
@@ -152,6 +163,10 @@ class AppliedModel:
         as_it_is = self.previous_call or self.model._call_impl
         if torch.compiler.is_compiling():
             return as_it_is(*args, **kwargs)  # inside somebody else's torch.compile
+        if switch.is_off():
+            if self._debugging:
+                self._compare("tpfuse.disabled", compile_options)
+            return as_it_is(*args, **kwargs)
         if self._paused:
             self.recorder.note(f"{self._paused}: the model ran as it was before tpfuse.apply")
             return as_it_is(*args, **kwargs)
@@ -160,7 +175,7 @@ class AppliedModel:
             rows = tokens.count_tokens(self.model.forward, args, kwargs, self.request.config.token_count_from)
             index = bisect.bisect_right(self._boundaries, rows)
         if self._debugging:
-            self._compare(index, compile_options)
+            self._compare(tokens.variant_name(self._boundaries, index), compile_options)
         key = (index, torch.is_grad_enabled(), compile_options.key)
         compiled = self._callables.get(key)
         if compiled is None:
@@ -177,7 +192,7 @@ class AppliedModel:
             result = as_it_is(*args, **kwargs)  # or the model's own error: then it was not torch that failed
             cause = getattr(error, "inner_exception", None) or error
             told = f"{type(cause).__name__}: {first_line(cause)}"
-            self.recorder.note(f"torch failed on a training step, and the model runs as it was before tpfuse.apply: {told}")
+            self.recorder.warn(f"torch failed on a training step, and the model runs as it was before tpfuse.apply: {told}")
             self.recorder.withdraw(training_variant(tokens.variant_name(self._boundaries, index)))
             self._callables[key] = as_it_is
             return result
@@ -208,7 +223,7 @@ class AppliedModel:
             self.recorder,
             variant=variant,
             rows=tokens.row_range(self._boundaries, index),
-            model=self.model,
+            places=self.places,
             agree=_weakly(self, variant),
             config=self.request.config,
             **{name: value for name, value in values.items() if name in for_backend},
@@ -217,29 +232,30 @@ class AppliedModel:
         return torch.compile(_entry(self.model), backend=backend, **rest)
 
     def _agree(self, variant: str, group_name: str, digest: str, training: bool) -> bool:
-        """At a group's first graph, and at its first of training: compare the request with its other ranks, and whether
-        they have the same graph. A tensor-parallel group does so for each variant, for its ranks call the same one.
+        """At a group's first graph, its first of training, and the first of each after modules were replaced: compare the
+        request with its other ranks, and whether they have the same graph. A tensor-parallel group does so for each
+        variant, for its ranks call the same one.
 
         A hook may keep a value that a merged or fused all-reduce would no longer have, or break the graph. If only some
         ranks have such a hook, none changes a collective: their number and order must not depend on the rank.
         """
         called = training_variant(variant) if training else variant
         same_rows = {"rows of a call": called} if group_name in self._tensor_parallel else {}
-        key = (group_name, called if same_rows else str(training))
+        key = (group_name, called if same_rows else str(training), self.places.fingerprint)
         if key not in self._alike:
             hooked = [n for n, m in self.model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
-            group, proposal = groups.resolve(group_name), {**self.request.proposal, **same_rows}
+            proposal = {**self.request.proposal, **same_rows, "modules": self.places.fingerprint}
+            group = groups.resolve(group_name)
             self._alike[key] = agreement.agree(group, FIRST_CALL, proposal, may_differ=f"{digest} {hooked}")
             if not self._alike[key]:
-                self.recorder.note("ranks have different graphs or forward hooks: their collectives are not changed")
+                self.recorder.warn("ranks have different graphs or forward hooks: their collectives are not changed")
         return self._alike[key]
 
-    def _compare(self, index: int, compile_options: CompileOptions) -> None:
+    def _compare(self, variant: str, compile_options: CompileOptions) -> None:
         """TPFUSE_DEBUG: before a call, the ranks of tensor-parallel groups that a graph has compare which variant they
         call."""
-        variant = tokens.variant_name(self._boundaries, index)
         called = training_variant(variant) if torch.is_grad_enabled() else variant
-        for name in dict.fromkeys(name for name, _ in self._alike if name in self._tensor_parallel):
+        for name in dict.fromkeys(name for name, *_ in self._alike if name in self._tensor_parallel):
             proposal = {"rows of a call": called, "compile options": compile_options.told}
             agreement.agree(groups.resolve(name), "a call of an applied model", proposal)
 
@@ -254,6 +270,12 @@ class AppliedModel:
             names = ", ".join(empty) or "any fusion"
             raise StrictError(f"strict: no site of this model was fused by {names}\n{report}")
         self._checked_strictly = not any(name in later for name in asked)
+
+
+def applied_to(model: torch.nn.Module) -> AppliedModel | None:
+    """What stands in front of the model; None: nothing does."""
+    found = getattr(model, "_compiled_call_impl", None)
+    return found if isinstance(found, AppliedModel) else None
 
 
 def _entry(model: torch.nn.Module) -> Callable:

@@ -41,8 +41,9 @@ TUNED_FUSION: Mapping[str, str] = {
     "rope_kvcache_fusion_max_token_num": "fuse_rope_kvcache",
 }
 
-#: Environment variables: the first turns everything off, the second makes ranks compare their calls first.
-DISABLE_VARIABLE, DEBUG_VARIABLE = "TPFUSE_DISABLE", "TPFUSE_DEBUG"
+#: Environment variables: the first turns everything off, the second makes ranks compare their calls first, the third names
+#: each call in profiles.
+DISABLE_VARIABLE, DEBUG_VARIABLE, NVTX_VARIABLE = "TPFUSE_DISABLE", "TPFUSE_DEBUG", "TPFUSE_NVTX"
 
 #: "key=value" at the start of a text, and what separates several of them (a value may hold commas of its own).
 _SETTING, _SEPARATOR = re.compile(r"\s*\w+\s*=(?!=)"), re.compile(r"[,\s]+(?=\w+=)")
@@ -247,6 +248,12 @@ def is_debugging() -> bool:
     """Whether the environment asks for ranks to compare every call of an operation first (slow). Raises
     ConfigError as above."""
     return _switched_on(DEBUG_VARIABLE)
+
+
+def is_annotating() -> bool:
+    """Whether the environment asks for a range around each call of an operation, named by where it stands in the model.
+    Raises ConfigError as above."""
+    return _switched_on(NVTX_VARIABLE)
 
 
 def _switched_on(variable: str) -> bool:

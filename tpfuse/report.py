@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Literal
 
 from tpfuse.config import Resolved
+from tpfuse.logs import logger
 
 Outcome = Literal["fused", "merged", "skipped"]
+_log = logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,10 @@ class Report:
         return "\n".join(_table(self))
 
 
+#: What follows the module's path in ``Site.where``.
+_AT = re.compile(r"( \(backward\))?(#\d+)?$")
+
+
 class Recorder:
     """Collects what the passes decide about one applied model. Shared by all its graphs and variants."""
 
@@ -91,14 +98,30 @@ class Recorder:
         self._notes: dict[str, None] = {}
 
     def site(self, site: Site) -> None:
-        self._sites.setdefault(site)
+        if site not in self._sites:
+            self._sites[site] = None
+            told = "; by ".join(text for text in (site.reason, site.kernel) if text)
+            _log.debug("%s at %s (rows: %s) %s: %s", site.op, site.where, site.variant, site.outcome, told)
 
     def withdraw(self, variant: str) -> None:
         """Drop what was decided for a variant: it does not run."""
         self._sites = {site: None for site in self._sites if site.variant != variant}
 
-    def note(self, text: str) -> None:
-        self._notes.setdefault(text)
+    def forget(self, paths: Set[str]) -> None:
+        """Drop what was decided at these modules: the model has others there now."""
+        kept = {site: None for site in self._sites if _AT.sub("", site.where) not in paths}
+        if len(kept) < len(self._sites):
+            self._sites = kept
+            self.note("modules were replaced after apply: what was decided at those before is left out")
+
+    def note(self, text: str, level: int = logging.DEBUG) -> None:
+        if text not in self._notes:
+            self._notes[text] = None
+            _log.log(level, "%s", text)
+
+    def warn(self, text: str) -> None:
+        """A note on what costs speed."""
+        self.note(text, logging.WARNING)
 
     def report(self) -> Report:
         seconds = self.pass_seconds, dict(self.compile_seconds)

@@ -27,6 +27,7 @@ from tpfuse.graph.places import Places
 from tpfuse.graph.replicated import unlike, weights
 from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import Wish
+from tpfuse.logs import logger
 from tpfuse.report import Recorder
 from tpfuse.tokens import MOST_ROWS
 from tpfuse.version import __version__
@@ -34,6 +35,7 @@ from tpfuse.version import __version__
 #: Inductor's option for a pass before its own: these pad GEMMs by what they measure, on each rank for itself.
 _FIRST_PASS = "joint_custom_pre_pass"
 _REWRITTEN = "tpfuse_rewritten"
+_log = logger(__name__)
 
 
 class TpfuseBackend:
@@ -43,7 +45,7 @@ class TpfuseBackend:
     recorder  where decisions go
     variant   name of the row-count range that this instance compiles for
     rows      the fewest and the most rows in it
-    model     the model that the graphs are of, for places in it to be told; None: as the graphs tell them
+    places    finds places in the model that the graphs are of; None: as the graphs tell them
     agree     called with the name of each process group in a graph, a digest of the graph, and whether it is one of
               training, before it is rewritten; returns whether the group's ranks are alike, the same answer on each of them
     config    sizes, time-outs and kernels that were asked for
@@ -60,7 +62,7 @@ class TpfuseBackend:
         *,
         variant: str = "all",
         rows: tuple[int, int] = (1, MOST_ROWS),
-        model: torch.nn.Module | None = None,
+        places: Places | None = None,
         agree: Callable[[str, str, bool], bool] | None = None,
         config: FusionConfig | None = None,
         mode: str | None = None,
@@ -68,7 +70,7 @@ class TpfuseBackend:
         dynamic: bool | None = None,
     ) -> None:
         self.fusions, self.recorder, self.variant, self.agree = fusions, recorder, variant, agree
-        self.places = Places(model)
+        self.places = places or Places(None)
         self.config, self.rows = config or FusionConfig(), rows
         self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
         self._compiling = variant  # of the graph that is being compiled: the variant, and whether it trains
@@ -87,6 +89,7 @@ class TpfuseBackend:
         users = self.inductor.config.get(_FIRST_PASS, inductor_config.joint_custom_pre_pass)
         patches = {**self.inductor.config, _FIRST_PASS: _FirstPass(self, users)}
         start, self._compiling = time.perf_counter(), self.variant
+        self.recorder.forget(self.places.refresh())
         try:
             with (
                 functorch_config.patch(enable_autograd_cache=False, bundled_autograd_cache=False),
@@ -103,7 +106,7 @@ class TpfuseBackend:
 
         if not kwargs.get("is_inference"):  # half of what ``rewrite`` has seen as a whole
             if not self.recorder.graphs:
-                self.recorder.note(
+                self.recorder.warn(
                     "a training graph was compiled without tpfuse: Inductor's passes over joint graphs are off"
                 )
             pipeline.finish(module, kwargs.get("is_backward", False))
@@ -144,7 +147,9 @@ class TpfuseBackend:
         )
         pipeline.run(module, context)
         self.recorder.graphs += 1
-        self.recorder.pass_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.recorder.pass_seconds += seconds
+        _log.info("graph %d (rows: %s): %s; %.2f s", self.recorder.graphs, variant, context.told(), seconds)
 
     def _make_arenas(self, group_names: Sequence[str]) -> None:
         """Symmetric memory for the groups of a graph: now, since no kernel can make it later, inside a CUDA graph.
@@ -156,7 +161,7 @@ class TpfuseBackend:
         for name in group_names if named else ():
             made = dispatch.of(name, int(self.config.workspace_mb * 2**20))
             if isinstance(made, str):
-                self.recorder.note(f"group {name!r} has no symmetric memory: {made}")
+                self.recorder.warn(f"group {name!r} has no symmetric memory: {made}")
                 asked = [f"{fusion}=True" for fusion in named if self.fusions[fusion].explicit]
                 if groups.size(name) > 1:
                     asked += self.config.asked_of_kernels()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 
 from torch.fx import Graph
@@ -91,9 +92,18 @@ class Context:
             if decided is node:
                 self._decisions[index] = node, dataclasses.replace(site, kernel=kernel)
 
+    def places(self, node: Node) -> tuple[str, ...]:
+        """Every place that a node stands in."""
+        return self._places.of(node)
+
     def note(self, text: str) -> None:
         """Tell something that holds for more than one place."""
         self._recorder.note(text)
+
+    def told(self) -> str:
+        """What was decided, in one line."""
+        counts = Counter((site.op, site.outcome) for _, site in self._decisions)
+        return ", ".join(f"{number} {op} {outcome}" for (op, outcome), number in counts.items()) or "nothing to decide"
 
     def publish(self) -> None:
         """Hand the decisions to the report, in the order of the graph."""

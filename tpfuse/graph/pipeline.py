@@ -7,6 +7,7 @@ fuse    takes canonical nodes, one pass per fusion
 gemms   after sharding, which makes collectives for them; an all-reduce is left to a norm behind it
 plain   after fusing: an all-reduce that no fusion took is still one
 lower   what nobody took becomes what it was
+name    what stands in the graph now, where the environment asks for it
 order   last: pins the order of the collectives that there are now; in each half of a joint graph, once it is split
 """
 
@@ -23,6 +24,7 @@ from tpfuse.graph import (
     all_gather_matmul,
     all_reduce,
     all_reduce_rms_norm,
+    annotate,
     joint,
     lower,
     matmul_all_reduce,
@@ -54,6 +56,7 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     matmul_all_reduce.run,
     all_reduce.run,
     lower.run,
+    annotate.run,
     order.run,
 )
 

@@ -7,8 +7,10 @@ them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import weakref
 
 import torch
 
@@ -24,12 +26,31 @@ _SHARDING = os.path.join("transformers", "distributed") + os.sep
 
 
 class Places:
-    """Finds places in one model; without a model, paths stay as the graph has them."""
+    """Finds places in one model; without a model, paths stay as the graph has them. Does not keep the model alive.
+
+    fingerprint  of the model's modules: the same on ranks that have the same
+    """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
+        self._model = weakref.ref(model) if model is not None else None
+        self._classes: dict[str, str] = {}  # path -> class of the module there
         self._names: dict[str, list[str]] = {}  # class name -> paths of its instances
-        for name, module in model.named_modules() if model is not None else ():
+        self.fingerprint = ""
+        self.refresh()
+
+    def refresh(self) -> set[str]:
+        """Look at the model again. Returns paths where the module has gone, or is of another class, since the last look."""
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return set()
+        before, self._classes = self._classes, {name: type(m).__qualname__ for name, m in model.named_modules()}
+        if before == self._classes:
+            return set()
+        self._names = {}
+        for name, module in model.named_modules():
             self._names.setdefault(type(module).__name__, []).append(name)
+        self.fingerprint = fingerprint(model)
+        return {name for name, kind in before.items() if self._classes.get(name) != kind}
 
     def of(self, node: Node) -> tuple[str, ...]:
         """Every place that the node stands in, at least one."""
@@ -51,6 +72,12 @@ class Places:
             name for name in known if name and (name == path or (inner and f".{name}".endswith(f".{path}" if path else "")))
         ]
         return tuple(ends) or (path or _line(node) or kind,)
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Equal for models that have modules of the same classes under the same names."""
+    modules = [(name, type(module).__qualname__) for name, module in model.named_modules()]
+    return hashlib.sha256(repr(modules).encode()).hexdigest()[:12]
 
 
 def _module_path(source: str) -> str:

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from tpfuse import switch
+
 
 class _Method:
     """Stands in for one method of a model.
 
-    Holds the model as an attribute, so that a deep copy or a pickle of the model carries a stand-in for the copy; a copy
-    is not applied, and then the stand-in does what the class would do.
+    A deep copy or a pickle of the model is not applied, and has the method of its class.
     """
 
     name: str
@@ -28,11 +29,14 @@ class _Method:
     def __init__(self, model: Any) -> None:
         self.model = model
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.model, self.name)  # of a copy that has no attributes yet
+
     @property
     def applied(self) -> Any:
-        """The AppliedModel in front of the model, None if there is none."""
+        """The AppliedModel in front of the model, None if there is none, or none now."""
         found = self.model._compiled_call_impl
-        return found if hasattr(found, "with_options") else None
+        return found if hasattr(found, "with_options") and not switch.is_off() else None
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
