@@ -21,6 +21,7 @@ from tpfuse.kernels.cuda.gemm import Tiling
 
 SIZES = [(5, 64, 72), (300, 520, 264), (2000, 1024, 776)]
 TILINGS = [Tiling(128, 4, lead=1), Tiling(192, 4, cluster=2), Tiling(256, 3), Tiling(256, 3, cluster=2, lead=2, across=3)]
+FP32_WIRE = [TILINGS[0], Tiling(192, 2, cluster=2)]  # for partial sums in fp32 there is less room
 MORE_K = 136  # of a second product, which is added
 BYTES_OF_PEER = 1200 << 10  # so that the largest of the sizes is done in parts
 LIMIT = 6e-3  # of bf16: a rounding of each partial sum, and of the result
@@ -87,7 +88,7 @@ def test_ranks_on_one_device(world, monkeypatch):
     draw = lambda *shape: torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16)  # noqa: E731
     for own in (scatter, gather):
         monkeypatch.setattr(own, "kernel_of", _built)
-    for (m, k, n), cut in itertools.product(SIZES, TILINGS):
+    for (m, k, n), cut in itertools.product(SIZES, [*TILINGS, *FP32_WIRE[1:]]):
         share = -(-m // world)
         _warm(arenas, [(share, n), (world * share, n), (world * share, k), (world * share, 32)])
         parts = [(draw(m, k), draw(n, k) * (k * world) ** -0.5) for _ in range(world)]
@@ -95,29 +96,40 @@ def test_ranks_on_one_device(world, monkeypatch):
         total = sum(left.double() @ right.double().t() for left, right in parts) + bias.double()
         whole = torch.nn.functional.pad(total, (0, 0, 0, world * share - m))
 
-        def scattered(space, rank, all_rows=False, parts=parts, bias=bias, share=share, cut=cut):
-            left, right = parts[rank]
-            return scatter.matmul_reduce_scatter(space, left, right.t(), bias, share, all_rows=all_rows, cut=cut)
+        def scattered(space, rank, all_rows=False, wire_dtype=None, parts=parts, bias=bias, share=share, cut=cut):
+            (left, right), how = parts[rank], {"all_rows": all_rows, "wire_dtype": wire_dtype, "cut": cut}
+            return scatter.matmul_reduce_scatter(space, left, right.t(), bias, share, **how)
 
         got = torch.cat(_run(spaces, scattered))
         assert _error(got, whole) < LIMIT and not got[m:].any(), (world, m, k, n, cut)
         everywhere = _run(spaces, lambda space, rank: scattered(space, rank, True))
         assert all(torch.equal(each, got[:m]) for each in everywhere), (world, m, k, n, cut)
+        if cut in FP32_WIRE:
+            exact = torch.cat(_run(spaces, lambda space, rank: scattered(space, rank, wire_dtype=torch.float32)))
+            once = _error(whole.bfloat16(), whole)
+            assert _error(exact, whole) < 1.02 * once and not exact[m:].any(), (world, m, k, n, cut)
+            assert m < 100 or _error(got, whole) > 1.05 * once
+            everywhere = _run(spaces, lambda space, rank: scattered(space, rank, True, torch.float32))
+            assert all(torch.equal(each, exact[:m]) for each in everywhere), (world, m, k, n, cut)
 
         further = [(draw(m, MORE_K), draw(n, MORE_K) * (MORE_K * world) ** -0.5) for _ in range(world)]
         total = sum(left.double() @ right.double().t() for left, right in (*parts, *further)) + bias.double()
         whole = torch.nn.functional.pad(total, (0, 0, 0, world * share - m))
 
-        def summed(space, rank, all_rows, parts=parts, further=further, bias=bias, share=share, cut=cut):
+        def summed(space, rank, all_rows, wire=None, parts=parts, further=further, bias=bias, share=share, cut=cut):
             (left, right), (other, weight) = parts[rank], further[rank]
             first, second = right.t().contiguous(), weight.t().contiguous()  # as a backward has them
-            arguments = (space, left, first, bias, share, None, None, ([other], [second]))
+            arguments = (space, left, first, bias, share, None, None, ([other], [second]), wire)
             return scatter.matmul_reduce_scatter(*arguments, all_rows=all_rows, cut=cut)
 
         got = torch.cat(_run(spaces, lambda space, rank: summed(space, rank, False)))
         assert _error(got, whole) < LIMIT and not got[m:].any(), (world, m, k, n, cut)
         everywhere = _run(spaces, lambda space, rank: summed(space, rank, True))
         assert all(torch.equal(each, got[:m]) for each in everywhere), (world, m, k, n, cut)
+        if cut in FP32_WIRE:
+            exact = torch.cat(_run(spaces, lambda space, rank: summed(space, rank, False, torch.float32)))
+            once = _error(whole.bfloat16(), whole)
+            assert _error(exact, whole) < 1.02 * once and not exact[m:].any(), (world, m, k, n, cut)
 
         rows = torch.nn.functional.pad(parts[0][0], (0, 0, 0, world * share - m)).view(world, share, k)
         weights = [parts[0][1].t(), draw(32, k).t()]

@@ -37,7 +37,7 @@ def test_they_compile(world):
         kinds = (dtype, BF16 if dtype == FP8 else dtype, cut, rows)
         for files, options in (
             (scatter.FILES, scatter.options(world, matrices, *kinds)),
-            (scatter.FILES, scatter.options(world, matrices, *kinds, all_rows=True)),
+            (scatter.FILES, scatter.options(world, matrices, *kinds, all_rows=True, fp32_wire=cut is SMALL)),
             (gather.FILES, gather.options(world, matrices, *kinds)),
         ):
             if cut is LARGE and dtype == FP16:
@@ -50,9 +50,9 @@ def test_they_fit_into_shared_memory():
     """With the barriers, which are not counted."""
     arena = types.SimpleNamespace(world=2, multiprocessors=132)
     for rows, columns, inner in itertools.product((1, 128, 4096), (8, 4096, 8192), (8, 2048, 14336)):
-        for dtype, all_rows in itertools.product((BF16, FP8), (False, True)):
-            cut = scatter.tiling(arena, rows, columns, inner, dtype, all_rows)
-            assert scatter.room(cut, all_rows) <= gemm.MOST_SHARED_BYTES
+        for dtype, *kind in itertools.product((BF16, FP8), (False, True), (False, True)):
+            cut = scatter.tiling(arena, rows, columns, inner, dtype, *kind)
+            assert scatter.room(cut, *kind) <= gemm.MOST_SHARED_BYTES and cut.stages >= 3
         assert gather.room(gather.tiling(arena, rows, [columns, 8])) <= gemm.MOST_SHARED_BYTES
 
 

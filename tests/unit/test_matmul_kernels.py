@@ -143,7 +143,6 @@ REFUSALS = [
     (OWN, problem(dtype=FP8), f"dtype {FP8}, {FP8}"),
     (OWN, problem()._replace(dtypes=(BF16, torch.float16)), f"dtype {BF16}, torch.float16"),
     (OWN, problem(dtype=FP8, out_dtype=BF16, inner=K + 8), f"K = {K + 8} must be a multiple of 16, N = {N} of 8"),
-    (OWN, problem(wire_dtype=torch.float32), "partial sums in torch.float32"),
     (OWN, problem(ALL_GATHER_MATMUL, widths=(128,) * 5), "more than 4 weights"),
     (OWN, problem(inners=(64,) * 5), "a sum of more than 4 products"),
     (OWN, problem(inners=(K - 4, 4)), f"K = {K - 4} must be a multiple of 8, N = {N} of 8"),
@@ -154,7 +153,6 @@ REFUSALS = [
     (OWN, problem(widths=(N + 4,)), f"K = {K} must be a multiple of 8, N = {N + 4} of 8"),
     (OWN, problem(ALL_GATHER_MATMUL, widths=(N, N + 4)), f"K = {K} must be a multiple of 8, N = {N + 4} of 8"),
     (OWN, problem(MATMUL_ALL_REDUCE, dtype=torch.float32), "dtype torch.float32, torch.float32"),
-    (OWN, problem(MATMUL_ALL_REDUCE, wire_dtype=torch.float32), "partial sums in torch.float32"),
     (OWN, problem(MATMUL_ALL_REDUCE, inner=K + 4), f"K = {K + 4} must be a multiple of 8, N = {N} of 8"),
     (SYMM_MEM, problem(dtype=FP8, out_dtype=BF16), "scales"),
     (SYMM_MEM, problem(wire_dtype=torch.float32), "partial sums in torch.float32"),
@@ -192,6 +190,9 @@ def test_room_is_for_what_travels(dtype):
     assert most(MATMUL_REDUCE_SCATTER) == (1 << 20) // (2 * N * 2) == 2 * most(MATMUL_ALL_REDUCE)
     rows = (1 << 20) // (2 * K * dtype.itemsize)
     assert most(ALL_GATHER_MATMUL) == (rows if dtype == BF16 else rows - 128)  # of FP8 with their scales
+    for op, item_bytes in ((MATMUL_REDUCE_SCATTER, 4), (MATMUL_ALL_REDUCE, 4 + 2)):
+        wide = problem(op, dtype=dtype, out_dtype=BF16, wire_dtype=torch.float32)
+        assert MOST_ROWS(space, wide, Tiling(columns=128)) == (1 << 20) // (2 * N * item_bytes) // 128 * 128
     space.bytes = 2 * N * 2 * 128
     assert most(MATMUL_REDUCE_SCATTER) == 128 and not most(MATMUL_ALL_REDUCE)
 
@@ -281,17 +282,17 @@ def reduce(rows=1024, kernel=None, columns=N, wire_dtype=None):
 
 def test_the_choice_is_run(calls):
     assert scatter() == "ours" and gather() is None
-    assert scatter(wire_dtype=BF16) == "ours" and scatter(wire_dtype=torch.float32) is None
+    assert scatter(wire_dtype=BF16) == "ours" and scatter(wire_dtype=torch.float32) == "ours"
     assert scatter(kernel="nccl") is None and scatter(rows=0) is None and gather(widths=(N, 0)) is None
-    assert calls.run == [TILED, NCCL, TILED, NCCL]
+    assert calls.run == [TILED, NCCL, TILED, Choice(OWN)]
 
 
-def test_partial_sums_in_the_dtype_of_the_result(calls):
-    """Of FP8 that is not the input's."""
+def test_partial_sums_in_the_dtype_of_the_result_or_in_fp32(calls):
+    """Of FP8 the result's dtype is not the input's. In fp32 they need more room: the tiling is not the table's."""
     calls.of, scales = by_table((1, TILED), op=f"{MATMUL_REDUCE_SCATTER}_fp8"), (torch.ones(1), torch.ones(1))
-    for wire, expected in ((None, "ours"), (BF16, "ours"), (torch.float32, None)):
-        assert scatter(dtype=FP8, scales=scales, out_dtype=BF16, wire_dtype=wire) == expected
-    assert calls.run == [TILED, TILED, NCCL]
+    for wire in (None, BF16, torch.float32):
+        assert scatter(dtype=FP8, scales=scales, out_dtype=BF16, wire_dtype=wire) == "ours"
+    assert calls.run == [TILED, TILED, Choice(OWN)]
 
 
 def test_all_reduces(calls):
@@ -301,8 +302,9 @@ def test_all_reduces(calls):
     assert calls.run == [PRODUCT, PRODUCT, Choice(OWN)]
     calls.of = by_table((1, NCCL), (512, TILED), op=MATMUL_ALL_REDUCE)
     assert reduce(511) is None and reduce(511, COMPOSED) == "composed" and reduce(512) == "ours"
-    assert reduce(512, wire_dtype=BF16) == "ours" and reduce(512, wire_dtype=torch.float32) == "composed"
-    assert calls.run[3:] == [NCCL, PRODUCT, TILED, TILED, PRODUCT]
+    assert reduce(512, wire_dtype=BF16) == "ours" and reduce(512, wire_dtype=torch.float32) == "ours"
+    assert reduce(512, COMPOSED, wire_dtype=torch.float32) == "composed"
+    assert calls.run[3:] == [NCCL, PRODUCT, TILED, TILED, Choice(OWN), PRODUCT]
     names = "nccl, tpfuse_all_reduce, tpfuse"
     with pytest.raises(
         ConfigError, match=f"^kernel 'torch_symm_mem' cannot run {MATMUL_ALL_REDUCE}: the kernels are {names}$"
@@ -448,7 +450,7 @@ def test_the_own_all_reduce(own, world, share):
     assert call(x=x[:511]) == "composed" and not own.calls
     assert call() == call(OWN) == "matmul_reduce_scatter"
     always = {"workspace": own.of.arena.workspace, "input": x, "weight": w, "bias": bias, "share": share, "all_rows": True}
-    always["more"] = matmul.NO_MORE
+    always |= {"more": matmul.NO_MORE, "wire_dtype": None}
     by_choice, by_name = own.calls
     cut = Tiling(columns=128, stages=6, lead=None, pace=0.5)
     assert same(by_choice, **always, scales=None, out_dtype=None, cut=cut)
@@ -468,6 +470,18 @@ def test_sums_of_products_reach_our_kernels(own, op):
     (call,) = own.calls
     assert result == "matmul_reduce_scatter" and call["input"] is x and call["weight"] is w and call["share"] == 512
     assert call["more"][0][0] is y and call["more"][1][0] is v
+
+
+def test_the_dtype_of_partial_sums_reaches_our_kernels(own):
+    """fp32; the result's own is no other."""
+    for op in (MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE):
+        own.of = by_table((1, TILED), op=op)
+        call = scatter if op == MATMUL_REDUCE_SCATTER else reduce
+        for wire in (None, BF16, torch.float32):
+            assert call(wire_dtype=wire) == "matmul_reduce_scatter"
+    wires = [(call["wire_dtype"], call["cut"] is None, call["all_rows"]) for call in own.calls]
+    fp32 = torch.float32
+    assert wires == [(w, w is fp32, every) for every in (False, True) for w in (None, None, fp32)]
 
 
 @pytest.mark.parametrize("kernel", [None, OWN])
@@ -499,7 +513,7 @@ def test_scales_reach_our_kernels(own, op, by_row, kernel):
         else:
             result = matmul.matmul_all_reduce(kernel, "0", x, ws[0], biases[0], scales, BF16, None, lambda: "composed")
         always |= {"weight": ws[0], "bias": biases[0], "share": share, "all_rows": op == MATMUL_ALL_REDUCE}
-        always["more"] = matmul.NO_MORE
+        always |= {"more": matmul.NO_MORE, "wire_dtype": None}
         assert same(*own.calls, **always, scales=scales)
     assert result == (op if op == ALL_GATHER_MATMUL else MATMUL_REDUCE_SCATTER)  # the kernel that an all-reduce shares
 

@@ -55,7 +55,7 @@ def matmul_reduce_scatter(
     if kernel == NCCL or not input.numel() or not weight.numel():
         return None
     problem = _row_parallel(MATMUL_REDUCE_SCATTER, input, weight, share, out_dtype, wire_dtype, more)
-    return _run(problem, kernel, group, input, weight, bias, share, scales, out_dtype, more)
+    return _run(problem, kernel, group, input, weight, bias, share, scales, out_dtype, more, problem.wire_dtype)
 
 
 def all_gather_matmul(
@@ -97,7 +97,7 @@ def matmul_all_reduce(
     if kernel == NCCL or not input.numel() or not weight.numel():
         return None
     problem = _row_parallel(MATMUL_ALL_REDUCE, input, weight, input.shape[0], out_dtype, wire_dtype, more)
-    return _run(problem, kernel, group, input, weight, bias, scales, out_dtype, composed, more)
+    return _run(problem, kernel, group, input, weight, bias, scales, out_dtype, composed, more, problem.wire_dtype)
 
 
 def _row_parallel(
@@ -156,6 +156,8 @@ def choose(dispatcher: Dispatcher, problem: MatmulProblem, kernel: str | None = 
     if dispatcher.table is not None:
         name = table_name(problem.op, problem.dtype)
         choice = dispatcher.table.choose_matmul(name, problem.rows, problem.columns, problem.inner)
+        if choice and problem.wire_dtype is not None:  # tilings are measured without: there may be no room for theirs
+            choice = Choice(choice.candidate)
         if choice and choice.candidate in known and not known[choice.candidate].obstacle(arena, problem, choice):
             return known[choice.candidate], choice
     return by_rule(problem)

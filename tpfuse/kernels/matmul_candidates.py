@@ -125,8 +125,6 @@ def _cut(choice: Choice) -> Any:
 def _own_cannot(arena: Arena, problem: MatmulProblem, choice: Choice) -> str:
     from tpfuse.kernels.cuda import all_gather_matmul, gemm, matmul_reduce_scatter
 
-    if problem.wire_dtype is not None:
-        return f"partial sums in {problem.wire_dtype}"
     if len(problem.widths) > all_gather_matmul.MOST_MATRICES:
         return f"more than {all_gather_matmul.MOST_MATRICES} weights"
     if len(problem.inners) > matmul_reduce_scatter.MOST_PRODUCTS:
@@ -156,9 +154,9 @@ def _most_rows(space: workspace.Workspace, problem: MatmulProblem, cut: Any) -> 
         return all_gather_matmul.most_rows(space, problem.inner, problem.dtype)
     all_rows = problem.op == MATMUL_ALL_REDUCE
     share = -(-problem.rows // space.arena.world) if all_rows else problem.share
-    sizes = (share, problem.columns, problem.inner, problem.dtype)
-    cut = cut or matmul_reduce_scatter.tiling(space.arena, *sizes, all_rows)
-    return matmul_reduce_scatter.most_rows(space, problem.columns, problem.result_dtype, cut, all_rows)
+    kind = (all_rows, problem.wire_dtype is not None)
+    cut = cut or matmul_reduce_scatter.tiling(space.arena, share, problem.columns, problem.inner, problem.dtype, *kind)
+    return matmul_reduce_scatter.most_rows(space, problem.columns, problem.result_dtype, cut, *kind)
 
 
 def _own_prepare(arena: Arena, problem: MatmulProblem) -> str:
@@ -182,10 +180,11 @@ def _own_all_reduce(
     out_dtype: Any,
     composed: Any,
     more: Any = ((), ()),
+    wire_dtype: Any = None,
 ) -> torch.Tensor:
     from tpfuse.kernels.cuda import matmul_reduce_scatter as own
 
-    arguments = (input, weight, bias, -(-input.shape[0] // arena.world), scales, out_dtype, more)
+    arguments = (input, weight, bias, -(-input.shape[0] // arena.world), scales, out_dtype, more, wire_dtype)
     return own.matmul_reduce_scatter(arena.workspace, *arguments, all_rows=True, cut=_cut(choice))
 
 

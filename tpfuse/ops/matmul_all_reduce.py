@@ -123,7 +123,7 @@ def matmul_all_reduce(
     wire_dtype    dtype in which partial sums travel, None: the result's; torch.float32 for less rounding
     kernel        None: the one that is measured fastest for this size (``tpfuse tune``), where no table answers
                   "tpfuse_all_reduce": the product, then the all-reduce that is measured fastest; "tpfuse": on Hopper, ours
-                  that overlaps (bf16, fp16 and e4m3; N a multiple of 8, K of 16 bytes, partial sums of the result's dtype);
+                  that overlaps (bf16, fp16 and e4m3; N a multiple of 8, K of 16 bytes);
                   "nccl"
     returns       [..., N], replicated
 

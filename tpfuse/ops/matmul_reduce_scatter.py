@@ -140,8 +140,8 @@ def matmul_reduce_scatter(
     out_dtype     dtype of the result: with FP8 needed, else the input's
     wire_dtype    dtype in which partial sums travel, None: the result's; torch.float32 for less rounding
     kernel        None: the one that is measured fastest for this size (``tpfuse tune``), where no table answers "nccl";
-                  "tpfuse": on Hopper, ours that overlaps (bf16, fp16 and e4m3; N a multiple of 8, K of 16 bytes, partial
-                  sums of the result's dtype); "torch_symm_mem" (no FP8; rows a multiple of the ranks; it waits for a
+                  "tpfuse": on Hopper, ours that overlaps (bf16, fp16 and e4m3; N a multiple of 8, K of 16
+                  bytes); "torch_symm_mem" (no FP8; rows a multiple of the ranks; it waits for a
                   peer without end)
     returns       the input's shape with S = ceil(size of dim / world) in place of that and N in place of K; row i of rank r
                   is row r * S + i of the whole, and zero where there is none

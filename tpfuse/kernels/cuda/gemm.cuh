@@ -12,8 +12,8 @@ constexpr int BM = 128, BK_BYTES = 128, BK = FP8 ? 128 : 64;
 constexpr int A_BYTES = BM * BK_BYTES, B_BYTES = BN * BK_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int NARROW = BN == 256 ? 128 : BN, SLICES = BN / NARROW, NARROW_STAGES = OPERAND_BYTES / (A_BYTES + NARROW * BK_BYTES);
 constexpr int STAGE_BARRIERS = 2 * (SLICES > 1 ? STAGES + NARROW_STAGES : STAGES);
-// A tile of C in shared memory: boxes of 64 columns, rows of 128 bytes, swizzled as the tensor maps say.
-constexpr int BOX_BYTES = BM * 128, TILE_BYTES = BN / 64 * BOX_BYTES;
+// A tile of C in shared memory: boxes of 64 columns (32 in fp32), rows of 128 bytes, swizzled as the tensor maps say.
+constexpr int BOX_BYTES = BM * 128;
 constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
 
 // -- a cluster ---------------------------------------------------------------------------------------------------------
@@ -294,6 +294,19 @@ INLINE void tile_store(uint32_t address, const uint32_t* words) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]),
                "r"(words[2]), "r"(words[3])
                : "memory");
+}
+
+// In a tile of fp32: a thread's two neighbours in the j-th block of 8 columns, in this row.
+INLINE uint32_t pair_address(uint32_t tile, int row, int lane, int j) {
+  return tile + (j / 4) * BOX_BYTES + row * 128 + ((((j & 3) * 2 + (lane >> 1 & 1)) ^ (row & 7)) << 4) + (lane & 1) * 8;
+}
+
+INLINE void pair_load(float* pair, uint32_t address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair[0]), "=f"(pair[1]) : "r"(address) : "memory");
+}
+
+INLINE void pair_store(uint32_t address, const float* pair) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair[0]), "f"(pair[1]) : "memory");
 }
 
 // What is done at one time: a unit, or a slice of one. The n-th, where units from `whole` on are cut into slices, so that the

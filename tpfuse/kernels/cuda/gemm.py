@@ -71,10 +71,9 @@ class Tiling:
         """Bytes of shared memory, so many beside the stages."""
         return self.operand_bytes(beside) + ALIGNMENT_BYTES + beside
 
-    @property
-    def tile_bytes(self) -> int:
-        """Of a tile of results."""
-        return TILE_ROWS * self.columns * 2
+    def tile_bytes(self, itemsize: int) -> int:
+        """Of a tile of results, or of partial sums."""
+        return TILE_ROWS * self.columns * itemsize
 
     @property
     def unit_rows(self) -> int:
@@ -128,11 +127,14 @@ class Tiling:
         return ("WORLD", world), *sizes, *kinds
 
 
-def fastest_columns(multiprocessors: int, world: int, rows: int, widths: Sequence[int]) -> int:
+def fastest_columns(
+    multiprocessors: int, world: int, rows: int, widths: Sequence[int], among: Sequence[int] = COLUMNS
+) -> int:
     """Of tiles, by rule of thumb: wide ones compute faster, but often leave more multiprocessors idle in the last round.
 
     rows    of each rank
     widths  columns of all weights
+    among   those of tiles for which there is room
     """
 
     def time(columns: int) -> float:
@@ -142,7 +144,7 @@ def fastest_columns(multiprocessors: int, world: int, rows: int, widths: Sequenc
         rounds = -(-whole // multiprocessors) + (units > whole) * _SLICE_TIME
         return rounds * columns / _SPEEDS[columns]
 
-    return min(reversed(COLUMNS), key=time)
+    return min(reversed(among), key=time)
 
 
 def most_stages(columns: int, room: Callable[[Tiling], int]) -> int:

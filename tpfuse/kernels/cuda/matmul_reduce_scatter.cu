@@ -4,13 +4,16 @@
 //
 // One CTA per multiprocessor, all resident. Warp group 0: warp 0 loads operands, warp 1 moves tiles of C, warp 2 (ALL_ROWS)
 // copies the peers' results to where they belong. Groups 1, 2: wgmma.
-// Needs what gemm.cuh needs, WORLD, PRODUCTS (that are added), ELEMENT (of results; 0: bf16, 1: fp16) and ALL_ROWS.
+// Needs what gemm.cuh needs, WORLD, PRODUCTS (that are added), ELEMENT (of results; 0: bf16, 1: fp16), ALL_ROWS and WIRE_FP32
+// (partial sums travel in fp32, not as ELEMENT).
 //
 // A call has an epoch, the same on all ranks. Partial sums go to the owner's buffer once the owner has begun the same call:
 // what the call before has received there has been read then. A flag per slice of a tile and source tells the owner the epoch
 // that has arrived. The same holds for results.
 
 constexpr int PEERS = WORLD - 1, PIECE_ROWS = 32;
+// Columns of a box of results, and of partial sums, which are in the same place before them.
+constexpr int BOX = 64, SUM_BOX = WIRE_FP32 ? 32 : 64, TILE_BYTES = BN / SUM_BOX * BOX_BYTES;
 // What warp 2 copies by, and where: boxes of half as many rows as a tile, in turn.
 constexpr int COPY_ROWS = 64, COPY_BYTES = COPY_ROWS * 128;
 
@@ -131,15 +134,16 @@ INLINE void load_operands(const Params& p, Stages& stages, const Work& w) {
   WRITE_DOWN(p.profile, STAGE, stages.waited());
 }
 
-// Pushes a tile to a peer, piece by piece, and tells it by flags.
+// Pushes a tile in such boxes to a peer, piece by piece, and tells it by flags.
+template <int COLUMNS>
 INLINE void push(const Params& p, const TensorMap* to, int* flags, uint32_t tile, const Task& t, int source, int pause, int epoch) {
   // Paced: a burst from all multiprocessors would fill the way to the link, and the operands' loads would queue behind.
   long long next = clock64();
   for (int r = 0; r < BM && t.row + r < p.count; r += PIECE_ROWS) {
-    for (int j = 0; j < t.columns && t.column + j < p.columns; j += 64) {
+    for (int j = 0; j < t.columns && t.column + j < p.columns; j += COLUMNS) {
       while (clock64() < next) asm volatile("nanosleep.u32 64;");
       next += pause;
-      tma_store(to, tile + j / 64 * BOX_BYTES + r * 128, t.column + j, t.row + r, source);
+      tma_store(to, tile + j / COLUMNS * BOX_BYTES + r * 128, t.column + j, t.row + r, source);
       tma_commit();
       tma_wait_written<1>();
     }
@@ -175,9 +179,9 @@ INLINE void move_tiles(const Params& p, const Work& w, const Buffer& b, int epoc
           continue;
         }
         proxy_fence();
-        barrier_expect(b.arrived, t.columns / 64 * BOX_BYTES);
-        for (int j = 0; j < t.columns; j += 64)
-          tma_load(b.tile + j / 64 * BOX_BYTES, &p.received, b.arrived, t.column + j, t.row, i);
+        barrier_expect(b.arrived, t.columns / SUM_BOX * BOX_BYTES);
+        for (int j = 0; j < t.columns; j += SUM_BOX)
+          tma_load(b.tile + j / SUM_BOX * BOX_BYTES, &p.received, b.arrived, t.column + j, t.row, i);
       }
     } else {
       barrier_arrive(b.free);
@@ -185,8 +189,8 @@ INLINE void move_tiles(const Params& p, const Work& w, const Buffer& b, int epoc
     WAITING(for_results, barrier_wait(b.filled, filled_parity));
     filled_parity ^= 1;
     if (t.own) {
-      for (int j = 0; j < t.columns; j += 64)
-        tma_store(&p.out, b.tile + j / 64 * BOX_BYTES, t.column + j, p.first + t.row, ALL_ROWS ? p.rank : 0);
+      for (int j = 0; j < t.columns; j += BOX)
+        tma_store(&p.out, b.tile + j / BOX * BOX_BYTES, t.column + j, p.first + t.row, ALL_ROWS ? p.rank : 0);
       tma_commit();
       if (!ALL_ROWS) continue;
     }
@@ -199,9 +203,9 @@ INLINE void move_tiles(const Params& p, const Work& w, const Buffer& b, int epoc
       begun |= 1u << i;
       int* flags = p.peer_flags[i] + source * p.stride + t.flag;
       if (t.own)
-        WAITING(pushing, push(p, &p.given[i], flags + p.results_ahead, b.tile, t, source, pause / PEERS, epoch));
+        WAITING(pushing, push<BOX>(p, &p.given[i], flags + p.results_ahead, b.tile, t, source, pause / PEERS, epoch));
       else
-        WAITING(pushing, push(p, &p.sent[i], flags, b.tile, t, source, pause, epoch));
+        WAITING(pushing, push<SUM_BOX>(p, &p.sent[i], flags, b.tile, t, source, pause * SUM_BOX / BOX, epoch));
     }
   }
   tma_wait_written<0>();
@@ -234,7 +238,7 @@ INLINE void collect(const Params& p, const Work& w, const Buffer& b, int epoch) 
     }
     proxy_fence();
     for (int r = 0; r < BM && row + r < p.count; r += COPY_ROWS) {
-      for (int j = 0; j < BN && column + j < p.columns; j += 64, turn ^= 1) {
+      for (int j = 0; j < BN && column + j < p.columns; j += BOX, turn ^= 1) {
         uint32_t buffer = buffers + turn * COPY_BYTES;
         tma_wait_read<1>();
         if (!dead) {
@@ -266,6 +270,49 @@ struct Multiplier {
     first_row = (group - 1) * 64 + thread / 32 * 16;
   }
 
+  // A peer's partial sum, to this thread's part of the tile's.
+  template <int COLUMNS>
+  INLINE void add_partial(float* c) {
+#if WIRE_FP32
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 4; i++) {  // upper and lower row in turn
+      float pair[2];
+      pair_load(pair, pair_address(b.tile, first_row + lane / 4 + i % 2 * 8, lane, i / 2));
+      c[2 * i] += pair[0];
+      c[2 * i + 1] += pair[1];
+    }
+    __syncwarp();  // its place is the warp's own, and is written next
+#else
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 16; j++) {
+      uint32_t words[4];
+      tile_load(words, tile_address(b.tile, first_row, lane, j));
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        c[8 * j + 2 * k] += low_of(words[k]);
+        c[8 * j + 2 * k + 1] += high_of(words[k]);
+      }
+    }
+#endif
+  }
+
+  // A sum to where it leaves from: partial in SUM_BOX's dtype, or a result.
+  template <int COLUMNS>
+  INLINE void put(const float* c, bool partial) {
+    if (WIRE_FP32 && partial) {
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 4; i++)
+        pair_store(pair_address(b.tile, first_row + lane / 4 + i % 2 * 8, lane, i / 2), c + 2 * i);
+    } else {
+#pragma unroll
+      for (int j = 0; j < COLUMNS / 16; j++) {
+        uint32_t words[4];
+        rounded(words, c, j);
+        tile_store(tile_address(b.tile, first_row, lane, j), words);
+      }
+    }
+  }
+
   // A tile's product, with own rows what the peers have sent, and the bias.
   template <int COLUMNS>
   INLINE void compute(const Task& t, Ring<COLUMNS>& ring) {
@@ -279,16 +326,7 @@ struct Multiplier {
       for (int i = 0; i < PEERS; i++) {
         WAITING(for_place, barrier_wait(b.arrived, arrived_parity));
         arrived_parity ^= 1;
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 16; j++) {
-          uint32_t words[4];
-          tile_load(words, tile_address(b.tile, first_row, lane, j));
-#pragma unroll
-          for (int k = 0; k < 4; k++) {
-            c[8 * j + 2 * k] += low_of(words[k]);
-            c[8 * j + 2 * k + 1] += high_of(words[k]);
-          }
-        }
+        add_partial<COLUMNS>(c);
         if (i < PEERS - 1) {
           asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
           if (thread == 0) barrier_arrive(b.added);
@@ -303,12 +341,7 @@ struct Multiplier {
       WAITING(for_place, barrier_wait(b.free, free_parity));
       free_parity ^= 1;
     }
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 16; j++) {
-      uint32_t words[4];
-      rounded(words, c, j);
-      tile_store(tile_address(b.tile, first_row, lane, j), words);
-    }
+    put<COLUMNS>(c, !t.own);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
     if (thread == 0) barrier_arrive(b.filled);

@@ -17,6 +17,7 @@ from tpfuse.comm.workspace import BEGUN_OFFSET, DATA_OFFSET, FLAGS, FLAGS_OFFSET
 from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.cuda.gemm import (
     BOX,
+    COLUMNS,
     FP8,
     STEP_BYTES,
     THREADS,
@@ -40,13 +41,23 @@ _COPY_BYTES = 2 * _COPY_ROWS * BOX * 2
 _TAG, _TAG_ALL_ROWS = 4, 6  # comm/arena.py TAGS
 MOST_PRODUCTS = 4  # that are added: q, k and v, or gate and up, of a backward
 _LEAD_ROUNDS = 1.5  # of tiles: with a lead of as many, sums may take their time
+_LEAST_STAGES = 3  # with fewer, multipliers wait for operands: beside wide tiles of fp32
 
 
-def tiling(arena: Arena, rows: int, columns: int, inner: int, dtype: torch.dtype, all_rows: bool = False) -> Tiling:
+def tiling(
+    arena: Arena,
+    rows: int,
+    columns: int,
+    inner: int,
+    dtype: torch.dtype,
+    all_rows: bool = False,
+    fp32_wire: bool = False,
+) -> Tiling:
     """By rule of thumb, for ``rows`` of a rank: own tiles are mixed in where they are short."""
-    wide = fastest_columns(arena.multiprocessors, arena.world, rows, [columns])
-    stages = most_stages(wide, lambda cut: room(cut, all_rows))
-    return Tiling(wide, stages, 2 if dtype == FP8 else 1, lead=2 if inner * dtype.itemsize <= 8192 else None)
+    stages = {wide: most_stages(wide, lambda cut: room(cut, all_rows, fp32_wire)) for wide in COLUMNS}
+    among = [wide for wide in COLUMNS if stages[wide] >= _LEAST_STAGES]
+    wide = fastest_columns(arena.multiprocessors, arena.world, rows, [columns], among)
+    return Tiling(wide, stages[wide], 2 if dtype == FP8 else 1, lead=2 if inner * dtype.itemsize <= 8192 else None)
 
 
 def matmul_reduce_scatter(
@@ -58,6 +69,7 @@ def matmul_reduce_scatter(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     more: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ()),
+    wire_dtype: torch.dtype | None = None,
     *,
     all_rows: bool = False,
     cut: Tiling | None = None,
@@ -67,34 +79,45 @@ def matmul_reduce_scatter(
     share     S, of every rank
     scales    of input and weight, where those are FP8
     more      inputs and weights of further products, which are added; none with scales
+    wire_dtype  of partial sums: fp32, or None: the result's
     all_rows  every rank gets all rows: ``tpfuse.ops.matmul_all_reduce``
-    Partial sums travel in the result's dtype. Where they do not fit into the workspace at once, it is done in parts.
+    Where partial sums do not fit into the workspace at once, it is done in parts.
     Raises BuildError.
     """
     arena, dtype, columns = workspace.arena, out_dtype or input.dtype, weight.shape[1]
     a, bias, (b_rows, b) = [by_rows(each) for each in (input, *more[0])], aligned(bias), right_operands([weight, *more[1]])
-    cut = cut or tiling(arena, share, columns, sum(each.shape[1] for each in a), input.dtype, all_rows)
+    fp32_wire = wire_dtype is not None
+    cut = cut or tiling(arena, share, columns, sum(each.shape[1] for each in a), input.dtype, all_rows, fp32_wire)
     cut = cut.suiting(b_rows)
     factors = [None, None] if scales is None else [scale.contiguous() for scale in scales]
     out = torch.empty((arena.world if all_rows else 1, share, columns), dtype=dtype, device=input.device)
-    most = most_rows(workspace, columns, dtype, cut, all_rows)
-    shared_bytes = room(cut, all_rows)
-    macros = options(arena.world, len(a), input.dtype, dtype, cut, b_rows, all_rows)
+    most = most_rows(workspace, columns, dtype, cut, all_rows, fp32_wire)
+    shared_bytes = room(cut, all_rows, fp32_wire)
+    macros = options(arena.world, len(a), input.dtype, dtype, cut, b_rows, all_rows, fp32_wire)
     macros += profiling(workspace)
     kernel = kernel_of(workspace, FILES, macros, shared_bytes)
     stream = arena.enter()
     for first, count in parts(share, most):
         blocks, whole = cut.grid(arena.multiprocessors, cut.tiles(count, columns) * arena.world)
         made = Parameters(parameters(arena.world, len(a)))
-        _fill(made.fields, workspace, (a, b, b_rows, out, bias, factors), (share, first, count), cut, (blocks, whole))
+        tensors = (a, b, b_rows, out, bias, factors)
+        _fill(made.fields, workspace, tensors, wire_dtype or dtype, (share, first, count), cut, (blocks, whole))
         made.launch(kernel, blocks, THREADS, shared_bytes, stream)
     return out.view(-1, columns)[: input.shape[0]] if all_rows else out[0]
 
 
-def most_rows(workspace: Workspace, columns: int, dtype: torch.dtype, cut: Tiling, all_rows: bool = False) -> int:
+def most_rows(
+    workspace: Workspace,
+    columns: int,
+    dtype: torch.dtype,
+    cut: Tiling,
+    all_rows: bool = False,
+    fp32_wire: bool = False,
+) -> int:
     """Rows of a rank in one launch, maybe none: by the room for partial sums (and results), and for flags."""
     peers = workspace.arena.world - 1
-    by_bytes = workspace.bytes // ((2 if all_rows else 1) * peers * columns * dtype.itemsize) // cut.unit_rows
+    item_bytes = _sum_bytes(fp32_wire) + (dtype.itemsize if all_rows else 0)
+    by_bytes = workspace.bytes // (peers * columns * item_bytes) // cut.unit_rows
     return min(by_bytes, FLAGS // peers // (cut.tiles(1, columns) * cut.slices)) * cut.unit_rows
 
 
@@ -102,6 +125,7 @@ def _fill(
     fields: Any,
     workspace: Workspace,
     tensors: tuple[Any, ...],
+    wire: torch.dtype,
     part: tuple[int, int, int],
     cut: Tiling,
     grid: tuple[int, int],
@@ -118,11 +142,13 @@ def _fill(
     fields.out = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, TILE_ROWS, 1))
     fields.copied = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, _COPY_ROWS, 1))
     planes, pitches = (columns, count, peers), (row_bytes, count * row_bytes)
-    all_rows, results = out.shape[0] > 1, DATA_OFFSET + peers * count * row_bytes
-    fields.received = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (BOX, TILE_ROWS, 1))
+    sum_bytes, sum_box = columns * wire.itemsize, STEP_BYTES // wire.itemsize
+    all_rows, results = out.shape[0] > 1, DATA_OFFSET + peers * count * sum_bytes
+    sums = (wire, planes, (sum_bytes, count * sum_bytes))
+    fields.received = tensor_map(workspace.base + DATA_OFFSET, *sums, (sum_box, TILE_ROWS, 1))
     fields.results = tensor_map(workspace.base + results, dtype, planes, pitches, (BOX, _COPY_ROWS, 1))
     for number, peer in enumerate(workspace.peers):
-        fields.sent[number] = tensor_map(peer + DATA_OFFSET, dtype, planes, pitches, (BOX, _PIECE_ROWS, 1))
+        fields.sent[number] = tensor_map(peer + DATA_OFFSET, *sums, (sum_box, _PIECE_ROWS, 1))
         fields.given[number] = tensor_map(peer + results, dtype, planes, pitches, (BOX, _PIECE_ROWS, 1))
         fields.peer_flags[number], fields.peer_begun[number] = peer + FLAGS_OFFSET, peer + BEGUN_OFFSET
     fields.flags, fields.begun = workspace.base + FLAGS_OFFSET, workspace.base + BEGUN_OFFSET
@@ -159,14 +185,19 @@ def parameters(world: int, products: int) -> type[ctypes.Structure]:
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
-def room(cut: Tiling, all_rows: bool) -> int:
+def room(cut: Tiling, all_rows: bool, fp32_wire: bool = False) -> int:
     """Bytes of shared memory."""
-    return cut.room(_beside(cut, all_rows))
+    return cut.room(_beside(cut, all_rows, fp32_wire))
 
 
-def _beside(cut: Tiling, all_rows: bool) -> int:
+def _beside(cut: Tiling, all_rows: bool, fp32_wire: bool) -> int:
     """Bytes of shared memory beside operands."""
-    return cut.tile_bytes + (_COPY_BYTES if all_rows else 0)
+    return cut.tile_bytes(_sum_bytes(fp32_wire)) + (_COPY_BYTES if all_rows else 0)
+
+
+def _sum_bytes(fp32_wire: bool) -> int:
+    """Of a partial sum."""
+    return 4 if fp32_wire else 2
 
 
 def options(
@@ -177,6 +208,7 @@ def options(
     cut: Tiling,
     b_rows: bool,
     all_rows: bool = False,
+    fp32_wire: bool = False,
 ) -> tuple[tuple[str, int], ...]:
-    common = cut.options(world, dtype, out_dtype, b_rows, _beside(cut, all_rows))
-    return *common, ("PRODUCTS", products), ("ALL_ROWS", int(all_rows))
+    common = cut.options(world, dtype, out_dtype, b_rows, _beside(cut, all_rows, fp32_wire))
+    return *common, ("PRODUCTS", products), ("ALL_ROWS", int(all_rows)), ("WIRE_FP32", int(fp32_wire))
