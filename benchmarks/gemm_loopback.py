@@ -2,6 +2,7 @@
 
     python benchmarks/gemm_loopback.py                                  # five models' shapes at two ranks, bf16
     python benchmarks/gemm_loopback.py --fp8 --rows 2048 8192
+    python benchmarks/gemm_loopback.py --rows 64 128 256 512 --split   # also with and without K of a tile split
     torchrun --nproc-per-node 2 benchmarks/gemm_loopback.py             # the same on two GPUs at once, and the real thing
 
 A kernel pushes to its own memory what it would push to a peer, waits for that and adds it: everything is as on two GPUs but
@@ -19,6 +20,7 @@ import pathlib
 import socket
 import statistics
 import types
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -58,10 +60,19 @@ def kernel_of(space: Loopback, files: tuple[str, ...], macros: tuple[tuple[str, 
     return build.kernel(files, macros, shared_bytes, space.arena.device.index)
 
 
-def body(space: Any, op: str, m: int, operands: Operands, fp8: bool) -> Callable[[int], torch.Tensor]:
-    """The kernel on one workspace."""
+def body(
+    space: Any, op: str, m: int, operands: Operands, fp8: bool, split: bool | None = None
+) -> Callable[[int], torch.Tensor]:
+    """The kernel on one workspace. split: whether two multiprocessors compute a tile, None: by rule."""
+    own = all_gather_matmul if op == GATHER else matmul_reduce_scatter
 
     def run(turn: int) -> torch.Tensor:
+        if split is None:
+            return by_rule(turn)
+        with unittest.mock.patch.object(own, "pays_to_split", lambda *_: split):
+            return by_rule(turn)
+
+    def by_rule(turn: int) -> torch.Tensor:
         weight, dtype = operands.weight(turn), torch.bfloat16
         if op == GATHER:
             own = operands.shard_options
@@ -90,6 +101,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 1024, 2048, 8192])
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--fp8", action="store_true", help="e4m3 operands, scales per row and column")
+    parser.add_argument("--split", action="store_true", help="also tiles of 128 columns whose K is split, and none")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "gemm_loopback_h200.csv")
     args = parser.parse_args()
@@ -116,7 +128,11 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> int:
             "gemm": operands.product,
             **{name: body(space, op, m, operands, args.fp8) for name, space in spaces.items()},
         }
-        error = wrong(op, made["gemm"](0), made["loopback"](0))
+        if args.split:
+            for name, split in (("loopback_split", True), ("loopback_unsplit", False)):
+                made[name] = body(alone, op, m, operands, args.fp8, split)
+        product = made["gemm"](0)
+        error = max(wrong(op, product, made[name](0)) for name in made if name.startswith("loopback"))
         if "tpfuse" in made:
             expected = bodies(ranks, op, operands)["nccl"](0).float()
             error = max(error, ((made["tpfuse"](0).float() - expected).norm() / expected.norm()).item())

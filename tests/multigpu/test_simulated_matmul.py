@@ -21,10 +21,12 @@ from tpfuse.kernels.cuda.gemm import Tiling
 
 SIZES = [(5, 64, 72), (300, 520, 264), (2000, 1024, 776)]
 TILINGS = [Tiling(128, 4, lead=1), Tiling(192, 4, cluster=2), Tiling(256, 3), Tiling(256, 3, cluster=2, lead=2, across=3)]
-FP32_WIRE = [TILINGS[0], Tiling(192, 2, cluster=2)]  # for partial sums in fp32 there is less room
+TILINGS += [Tiling(128, 4, 2, split=2, lead=1), Tiling(256, 3, 2, split=2, across=3)]
+FP32_WIRE = [Tiling(128, 4, lead=1), Tiling(192, 2, cluster=2), Tiling(256, 2, cluster=2, split=2)]
 MORE_K = 136  # of a second product, which is added
 BYTES_OF_PEER = 1200 << 10  # so that the largest of the sizes is done in parts
 LIMIT = 6e-3  # of bf16: a rounding of each partial sum, and of the result
+ONCE = 1.02  # with partial sums in fp32: no more than rounding the exact result
 
 
 class Space(types.SimpleNamespace):
@@ -80,65 +82,82 @@ def _error(value, expected):
     return ((value.double() - expected).norm() / expected.norm()).item()
 
 
+class Numbers:
+    """Operands of every rank, a bias, and the exact sum of their products."""
+
+    def __init__(self, world, sizes):
+        self.world, (self.m, self.k, self.n) = world, sizes
+        self.share, self.generator = -(-self.m // world), torch.Generator("cuda").manual_seed(world)
+        self.parts = [self.pair(self.k) for _ in range(world)]
+        self.further = [self.pair(MORE_K) for _ in range(world)]  # products that are added
+        self.bias = self.draw(self.n)
+
+    def draw(self, *shape):
+        return torch.randn(shape, device="cuda", generator=self.generator).to(torch.bfloat16)
+
+    def pair(self, inner):
+        return self.draw(self.m, inner), self.draw(self.n, inner) * (inner * self.world) ** -0.5
+
+    def padded(self, rows):
+        return torch.nn.functional.pad(rows, (0, 0, 0, self.world * self.share - self.m))
+
+    def exact(self, several):
+        pairs = self.parts + self.further if several else self.parts
+        return self.padded(sum(left.double() @ right.double().t() for left, right in pairs) + self.bias.double())
+
+
+def _check_sums(spaces, numbers, cut, several, wire_dtype=None):
+    """Reduce-scatter, and the same bits from an all-reduce. several: two products, whose weights lie as in a backward."""
+    told, expected = (len(spaces), numbers.m, numbers.k, numbers.n, cut, several, wire_dtype), numbers.exact(several)
+
+    def call(all_rows):
+        def run(space, rank):
+            (left, right), (other, weight) = numbers.parts[rank], numbers.further[rank]
+            first, more = right.t(), ((), ())
+            if several:
+                first, more = first.contiguous(), ([other], [weight.t().contiguous()])
+            arguments = (space, left, first, numbers.bias, numbers.share, None, None, more, wire_dtype)
+            return scatter.matmul_reduce_scatter(*arguments, all_rows=all_rows, cut=cut)
+
+        return _run(spaces, run)
+
+    got = torch.cat(call(False))
+    once = _error(expected.bfloat16(), expected)
+    assert _error(got, expected) < (LIMIT if wire_dtype is None else ONCE * once), told
+    if wire_dtype is None and numbers.m > 100:  # else few numbers
+        assert _error(got, expected) > ONCE * once, told
+    assert not got[numbers.m :].any(), told
+    assert all(torch.equal(each, got[: numbers.m]) for each in call(True)), told
+
+
+def _check_gathered(spaces, numbers, cut):
+    rows = numbers.padded(numbers.parts[0][0]).view(numbers.world, numbers.share, numbers.k)
+    weights = [numbers.parts[0][1].t(), numbers.draw(32, numbers.k).t()]
+    both = [None, None]
+    for results in _run(
+        spaces,
+        lambda space, rank: gather.all_gather_matmul(space, rows[rank], weights, numbers.m, both, True, cut=cut),
+    ):
+        *products, copy = results
+        assert torch.equal(copy, numbers.parts[0][0])
+        for product, weight in zip(products, weights, strict=True):
+            assert _error(product, copy.double() @ weight.double()) < LIMIT, (numbers.world, copy.shape, cut)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_ranks_on_one_device(world, monkeypatch):
     arenas = _arenas(world)
-    spaces, generator = _spaces(arenas), torch.Generator("cuda").manual_seed(world)
-    draw = lambda *shape: torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16)  # noqa: E731
+    spaces = _spaces(arenas)
     for own in (scatter, gather):
         monkeypatch.setattr(own, "kernel_of", _built)
-    for (m, k, n), cut in itertools.product(SIZES, [*TILINGS, *FP32_WIRE[1:]]):
-        share = -(-m // world)
+    for sizes in SIZES:
+        numbers = Numbers(world, sizes)
+        share, n, k = numbers.share, numbers.n, numbers.k
         _warm(arenas, [(share, n), (world * share, n), (world * share, k), (world * share, 32)])
-        parts = [(draw(m, k), draw(n, k) * (k * world) ** -0.5) for _ in range(world)]
-        bias = draw(n)
-        total = sum(left.double() @ right.double().t() for left, right in parts) + bias.double()
-        whole = torch.nn.functional.pad(total, (0, 0, 0, world * share - m))
-
-        def scattered(space, rank, all_rows=False, wire_dtype=None, parts=parts, bias=bias, share=share, cut=cut):
-            (left, right), how = parts[rank], {"all_rows": all_rows, "wire_dtype": wire_dtype, "cut": cut}
-            return scatter.matmul_reduce_scatter(space, left, right.t(), bias, share, **how)
-
-        got = torch.cat(_run(spaces, scattered))
-        assert _error(got, whole) < LIMIT and not got[m:].any(), (world, m, k, n, cut)
-        everywhere = _run(spaces, lambda space, rank: scattered(space, rank, True))
-        assert all(torch.equal(each, got[:m]) for each in everywhere), (world, m, k, n, cut)
-        if cut in FP32_WIRE:
-            exact = torch.cat(_run(spaces, lambda space, rank: scattered(space, rank, wire_dtype=torch.float32)))
-            once = _error(whole.bfloat16(), whole)
-            assert _error(exact, whole) < 1.02 * once and not exact[m:].any(), (world, m, k, n, cut)
-            assert m < 100 or _error(got, whole) > 1.05 * once
-            everywhere = _run(spaces, lambda space, rank: scattered(space, rank, True, torch.float32))
-            assert all(torch.equal(each, exact[:m]) for each in everywhere), (world, m, k, n, cut)
-
-        further = [(draw(m, MORE_K), draw(n, MORE_K) * (MORE_K * world) ** -0.5) for _ in range(world)]
-        total = sum(left.double() @ right.double().t() for left, right in (*parts, *further)) + bias.double()
-        whole = torch.nn.functional.pad(total, (0, 0, 0, world * share - m))
-
-        def summed(space, rank, all_rows, wire=None, parts=parts, further=further, bias=bias, share=share, cut=cut):
-            (left, right), (other, weight) = parts[rank], further[rank]
-            first, second = right.t().contiguous(), weight.t().contiguous()  # as a backward has them
-            arguments = (space, left, first, bias, share, None, None, ([other], [second]), wire)
-            return scatter.matmul_reduce_scatter(*arguments, all_rows=all_rows, cut=cut)
-
-        got = torch.cat(_run(spaces, lambda space, rank: summed(space, rank, False)))
-        assert _error(got, whole) < LIMIT and not got[m:].any(), (world, m, k, n, cut)
-        everywhere = _run(spaces, lambda space, rank: summed(space, rank, True))
-        assert all(torch.equal(each, got[:m]) for each in everywhere), (world, m, k, n, cut)
-        if cut in FP32_WIRE:
-            exact = torch.cat(_run(spaces, lambda space, rank: summed(space, rank, False, torch.float32)))
-            once = _error(whole.bfloat16(), whole)
-            assert _error(exact, whole) < 1.02 * once and not exact[m:].any(), (world, m, k, n, cut)
-
-        rows = torch.nn.functional.pad(parts[0][0], (0, 0, 0, world * share - m)).view(world, share, k)
-        weights = [parts[0][1].t(), draw(32, k).t()]
-
-        def gathered(space, rank, rows=rows, weights=weights, m=m, cut=cut):
-            return gather.all_gather_matmul(space, rows[rank], weights, m, [None, None], True, cut=cut)
-
-        for results in _run(spaces, gathered):
-            *products, copy = results
-            assert torch.equal(copy, parts[0][0])
-            for product, weight in zip(products, weights, strict=True):
-                assert _error(product, copy.double() @ weight.double()) < LIMIT, (world, m, k, n, cut)
+        for cut in TILINGS:
+            for several in (False, True):
+                _check_sums(spaces, numbers, cut, several)
+            _check_gathered(spaces, numbers, cut)
+        for cut, several in itertools.product(FP32_WIRE, (False, True)):
+            _check_sums(spaces, numbers, cut, several, torch.float32)

@@ -18,7 +18,7 @@ from tpfuse.kernels.cuda import matmul_reduce_scatter as scatter
 from tpfuse.kernels.cuda.gemm import Tiling
 
 pytest.importorskip("cuda.core")
-SMALL, LARGE = Tiling(128, 5), Tiling(256, 3, cluster=2)
+SMALL, LARGE, PAIR = Tiling(128, 5), Tiling(256, 3, cluster=2), Tiling(256, 3, cluster=2, split=2)
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 OPTIONS = scatter.options(2, 1, BF16, BF16, SMALL, False)
 
@@ -31,7 +31,14 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_they_compile(world):
-    every = [(BF16, SMALL, False), (FP16, LARGE, False), (BF16, LARGE, True), (FP8, SMALL, False), (FP8, LARGE, False)]
+    every = [
+        (BF16, SMALL, False),
+        (BF16, PAIR, True),
+        (FP16, LARGE, False),
+        (BF16, LARGE, True),
+        (FP8, SMALL, False),
+        (FP8, LARGE, False),
+    ]
     for dtype, cut, rows in every if world == 2 else [(BF16, LARGE, False)]:
         matrices = 1 if world == 2 else world - 1 if world < 8 else gather.MOST_MATRICES
         kinds = (dtype, BF16 if dtype == FP8 else dtype, cut, rows)
@@ -53,7 +60,7 @@ def test_they_fit_into_shared_memory():
         for dtype, *kind in itertools.product((BF16, FP8), (False, True), (False, True)):
             cut = scatter.tiling(arena, rows, columns, inner, dtype, *kind)
             assert scatter.room(cut, *kind) <= gemm.MOST_SHARED_BYTES and cut.stages >= 3
-        assert gather.room(gather.tiling(arena, rows, [columns, 8])) <= gemm.MOST_SHARED_BYTES
+        assert gather.room(gather.tiling(arena, rows, [columns, 8], inner, BF16)) <= gemm.MOST_SHARED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -65,6 +72,34 @@ def test_columns_by_rule_of_thumb(rows, width, columns):
     assert (
         gemm.fastest_columns(132, 2, rows, [width]) == columns == gemm.fastest_columns(132, 2, rows, [width // 8 * 4] * 2)
     )
+
+
+def test_few_tiles_are_split_by_rule_of_thumb():
+    """Those that are computed at once even so, by twice as many multiprocessors; not where K is short."""
+    arena = types.SimpleNamespace(world=2, multiprocessors=132)
+    for rows, columns, inner, split in (
+        (128, 4096, 2048, 2),
+        (1, 4096, 7168, 2),
+        (128, 4096, 512, 1),
+        (128, 8192, 4096, 1),
+    ):
+        cut = scatter.tiling(arena, rows, columns, inner, BF16)
+        assert cut.split == split == gather.tiling(arena, rows, [columns], inner, BF16).split
+        if split > 1:
+            assert cut.grid(132, cut.tiles(rows, columns) * 2) == (128, 64) and cut.columns == 128
+    assert scatter.tiling(arena, 256, 4096, 7168, BF16).split == 1
+
+
+def test_parts_of_tiles():
+    """A cluster has one tile or two; where it cannot share what there is, there is none."""
+    pair, stack = Tiling(128, 4, cluster=2, split=2), Tiling(192, 4, cluster=2)
+    assert (pair.unit_rows, stack.unit_rows) == (128, 256) and (pair.stack, stack.stack) == (1, 2)
+    assert pair.tiles(129, 300) == 2 * 2 * 3 and stack.tiles(129, 300) == 2 * 2
+    assert pair.tile_bytes(2) == 64 * 128 * 2 and pair.exchange_bytes == 64 * 128 * 4 and not stack.exchange_bytes
+    assert Tiling(256, 2, cluster=2, split=2).exchange_bytes == 64 * 128 * 4
+    assert 2 * pair.clocks(512, BF16) == Tiling(128, 4).clocks(512, BF16)
+    assert pair.suiting(True, 2) is pair and stack.suiting(False, 1) is stack
+    assert pair.suiting(False, 1) == Tiling(128, 4) and stack.suiting(True, 9) == Tiling(192, 4)
 
 
 def test_kept_and_found_again(cache, monkeypatch):
@@ -113,19 +148,19 @@ def test_structures_as_the_kernels_have_them():
             assert kind.sent.offset == maps * 128 and kind.peer_flags.offset == (maps + 2 * peers) * 128
             assert kind.flags.offset == kind.peer_flags.offset + 16 * peers
             assert kind.inner.offset == kind.flags.offset + 5 * 8 + 2 * 16
-            assert kind.rows.offset == kind.inner.offset + 4 * matrices and kind.tag.offset == kind.rows.offset + 12 * 4
+            assert kind.rows.offset == kind.inner.offset + 4 * matrices and kind.tag.offset == kind.rows.offset + 13 * 4
             kind = gather.parameters(world, matrices)
             assert kind.sent.offset == 3 * 128 and kind.peer_counts.offset == (3 + peers + 2 * matrices) * 128
             assert kind.bias.offset == kind.peer_counts.offset + 16 * peers + 4 * 8
             assert kind.a_scale.offset == kind.bias.offset + 8 * matrices
             assert kind.columns.offset == kind.a_scale.offset + 16 * (1 + matrices) + 8 * (1 + peers)
-            assert kind.tag.offset == kind.columns.offset + 4 * (matrices + 10)
+            assert kind.tag.offset == kind.columns.offset + 4 * (matrices + 11)
 
 
 def test_sizes_as_the_kernels_have_them():
     """What stands in Python and in CUDA."""
     folder, shared = pathlib.Path(build.__file__).parent, ""
-    for file in gather.FILES[:2]:
+    for file in gather.FILES[:-1]:
         shared += (folder / file).read_text()
     for own in (scatter, gather):
         text = shared + (folder / own.FILES[-1]).read_text()
@@ -167,7 +202,18 @@ def test_rows_of_a_dead_arena_are_not_numbers():
 
 @pytest.mark.parametrize(
     "odd",
-    [{"columns": 64}, {"columns": None}, {"cluster": 4}, {"stages": 0}, {"across": 1.5}, {"lead": -1}, {"pace": "slow"}],
+    [
+        {"columns": 64},
+        {"columns": None},
+        {"cluster": 4},
+        {"split": 2},
+        {"cluster": 2, "split": 3},
+        {"split": True},
+        {"stages": 1},
+        {"across": 1.5},
+        {"lead": -1},
+        {"pace": "slow"},
+    ],
 )
 def test_there_is_no_such_tiling(odd):
     with pytest.raises(TypeError, match="no such tiling"):

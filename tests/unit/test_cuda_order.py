@@ -18,9 +18,16 @@ COMPILER = shutil.which("g++") or shutil.which("c++")
 _HEAD = """
 #include <algorithm>
 using std::min;
-#define INLINE static inline
-constexpr int BM = 128, BK = 64, BN = 256, CLUSTER = 1, NARROW = 128, SLICES = 2;
-static int cluster_place() { return 0; }
+#define INLINE inline
+#ifndef CLUSTER
+#define CLUSTER 1
+#define SPLIT 1
+#endif
+#define STACK (CLUSTER / SPLIT)
+constexpr int BM = 128, SUM_ROWS = BM / SPLIT, BK = 64, BN = 256, NARROW = 128, SLICES = 2;
+static int here;
+static int cluster_place() { return here; }
+static int stack_place() { return STACK == 1 ? 0 : here; }
 """
 _SCATTER = """
 extern "C" void order(int count, int tiles, int lead, int down, int across, int* out) {
@@ -41,6 +48,16 @@ extern "C" int slices(int units, int whole, int* out) {
     for (int i = 0; i < 3; i++) out[3 * n + i] = row[i];
   }
   return count;
+}
+"""
+_ROWS = """
+extern "C" void rows(int row, int steps, int* out) {
+  for (here = 0; here < CLUSTER; here++) {
+    Place at = {row, 0};
+    Steps s(steps);
+    int of[4] = {row_of(at), own_row_of(at), s.first, s.end};
+    for (int i = 0; i < 4; i++) out[4 * here + i] = of[i];
+  }
 }
 """
 _GATHER = """
@@ -67,8 +84,8 @@ def part(file: str, start: str, end: str | None = None) -> str:
 
 def build(tmp_path: pathlib.Path, name: str, source: str, **macros: int) -> ctypes.CDLL:
     file, library = tmp_path / f"{name}.cpp", tmp_path / f"{name}.so"
-    constants = "".join(f"constexpr int {key} = {value};\n" for key, value in macros.items())
-    file.write_text(_HEAD + constants + part("gemm.cuh", "struct Slice") + source)
+    constants = "".join(f"#define {key} {value}\n" for key, value in macros.items())
+    file.write_text(constants + _HEAD + part("tiles.cuh", "struct Slice") + source)
     subprocess.run([str(COMPILER), "-shared", "-fPIC", "-std=c++17", "-o", str(library), str(file)], check=True)
     return ctypes.CDLL(str(library))
 
@@ -80,7 +97,7 @@ def rows_of(out: ctypes.Array, width: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_reduce_scatter(tmp_path, world):
     """Every tile once; an own one after those of the same number for all peers, and after the lead."""
-    source = part("matmul_reduce_scatter.cu", "struct Unit", "// The slices of a launch") + _SCATTER
+    source = part("matmul_reduce_scatter.cu", "struct Unit", "INLINE int steps_of(") + _SCATTER
     library = build(tmp_path, "scatter", source, WORLD=world, PEERS=world - 1)
     for down, columns, across in itertools.product((1, 3, 8, 13), (1, 5, 8), (1, 4, 8)):
         tiles = down * columns
@@ -119,6 +136,26 @@ def test_slices(tmp_path):
         assert Tiling(128, 6, cluster).grid(multiprocessors, units * cluster)[1] == units
         rounds, rest = divmod(2 * units, 2 * (multiprocessors // cluster))
         assert longest == 256 * rounds + (0 if not rest else 128 if rest <= multiprocessors // cluster else 256)
+
+
+@pytest.mark.parametrize(("cluster", "split"), [(1, 1), (2, 1), (2, 2)])
+def test_what_a_cluster_shares(tmp_path, cluster, split):
+    """Its tiles, or all steps of K and all rows of one tile: each once."""
+    source = part("gemm.cuh", "struct Steps") + _ROWS
+    library = build(tmp_path, "rows", source, CLUSTER=cluster, SPLIT=split)
+    for steps in range(split, 9):
+        loaded, summed, parts = set(), [], []
+        for unit in range(3):
+            out = (ctypes.c_int * (4 * cluster))()
+            library.rows(unit, steps, out)
+            for tile, first, *of_k in rows_of(out, 4):
+                loaded.add(tile)
+                summed += range(first, first + 128 // split)
+                assert tile <= first < tile + 128 and of_k[0] < of_k[1]
+                parts.append((tile, *of_k))
+        assert summed == [*range(128 * len(loaded))] and loaded == {128 * n for n in range(3 * cluster // split)}
+        for tile in loaded:
+            assert [k for t, *of_k in parts if t == tile for k in range(*of_k)] == [*range(steps)]
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

@@ -198,7 +198,7 @@ def _matmul_choices(arena: Any, problem: MatmulProblem) -> list[Choice]:
 def tilings(problem: MatmulProblem) -> list[Any]:
     """Of our kernel: each of ``TILINGS`` with tiles that suit so many rows, and as many stages as there is room for."""
     from tpfuse.kernels.cuda import all_gather_matmul, matmul_reduce_scatter
-    from tpfuse.kernels.cuda.gemm import Tiling, most_stages
+    from tpfuse.kernels.cuda.gemm import SPLIT, Tiling, most_stages
 
     def room(tiling: Tiling) -> int:
         if problem.op == ALL_GATHER_MATMUL:
@@ -209,10 +209,14 @@ def tilings(problem: MatmulProblem) -> list[Any]:
     found = []
     for columns in _tile_columns(problem.rows):
         for values in itertools.product(*tried.values()):
-            most = most_stages(columns, room)
+            cut = Tiling(columns=columns, **dict(zip(tried, values, strict=True)))
+            most = most_stages(cut, room)
             # With a stage less, a whole wide tile of gathered rows' results has room, and is stored at once.
             for stages in (most, most - 1) if problem.op == ALL_GATHER_MATMUL and columns == 256 else (most,):
-                found.append(Tiling(columns=columns, stages=stages, **dict(zip(tried, values, strict=True))))
+                found.append(dataclasses.replace(cut, stages=stages))
+    if problem.rows <= ONLY_NARROW_ROWS:  # else there are tiles enough
+        cut = dataclasses.replace(found[0], columns=SPLIT.columns, cluster=SPLIT.cluster, split=SPLIT.split)
+        found.append(dataclasses.replace(cut, stages=most_stages(cut, room)))
     return found
 
 

@@ -30,7 +30,7 @@ struct Params {
   float* peer_scales[PEERS];
   int columns[MATRICES];
   int inner, share;          // K, S
-  int first, count;          // of each rank's rows, those of this launch
+  int first, count, loaded;  // of each rank's rows, those of this launch; of a tile's, those that are loaded
   int rank, whole, across, pause;  // pause: clocks between pieces
   int stride, scale_stride, tag;
   long long* profile;
@@ -73,31 +73,34 @@ INLINE void count_piece(int* count) {
   asm volatile("red.release.sys.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
 }
 
-// The slices of a launch, and which of them are this cluster's.
+// The slices of a launch, and which of them are this cluster's; of K the steps that are this CTA's.
 struct Work {
-  int down, steps, per_rank, total, first, at_once;
+  int down, per_rank, total, first, at_once;
+  Steps steps;
 
   INLINE explicit Work(const Params& p)
-      : down((p.count + BM * CLUSTER - 1) / (BM * CLUSTER)),
-        steps((p.inner + BK - 1) / BK),
+      : down((p.count + BM * STACK - 1) / (BM * STACK)),
         per_rank(0),
         first(blockIdx.x / CLUSTER),
-        at_once(gridDim.x / CLUSTER) {
+        at_once(gridDim.x / CLUSTER),
+        steps((p.inner + BK - 1) / BK) {
     for (int m = 0; m < MATRICES; m++) per_rank += down * ((p.columns[m] + BN - 1) / BN);
     total = slices_of(per_rank * WORLD, p.whole);
   }
 };
 
-// The n-th slice of the work: its source's first row in this launch, and its columns of its matrix.
+// The n-th slice of the work: its source's first row in this launch, the first of those that this CTA sums up, and its columns
+// of its matrix.
 struct Task {
-  int source, matrix, row, column, columns;
+  int source, matrix, tile_row, row, column, columns;
 
   INLINE Task(const Params& p, const Work& w, int n) {
     Slice s = slice_at(n, p.whole);
     Unit t = unit_at(p, s.unit, w.down, w.per_rank);
     source = t.source;
     matrix = t.matrix;
-    row = row_of(t.at);
+    tile_row = row_of(t.at);
+    row = own_row_of(t.at);
     column = t.at.column * BN + s.first;
     columns = s.columns;
   }
@@ -114,16 +117,16 @@ INLINE void load_operands(const Params& p, Stages& stages, const Work& w, int* p
       if (m == t.matrix) b = &p.b[m];
     if (t.source < 0) {
       if (dead) *(volatile int*)poisoned = 1;
-      stages.load(&p.a, b, p.first + t.row, t.column, t.columns, w.steps);
+      stages.load(&p.a, b, p.first + t.tile_row, t.column, t.columns, w.steps.first, w.steps.end);
       continue;
     }
     int peer = (p.rank + 1 + t.source) % WORLD;
-    int block = t.row / BM;
+    int block = t.tile_row / BM;
     const int* count = p.counts + t.source * p.stride + block;
     WAITING(for_rows, dead = dead || !wait_for(count, pieces_of(p, block), p.control, p.tag + (peer << 8)));
     if (dead) *(volatile int*)poisoned = 1;
     proxy_fence();
-    stages.load(&p.gathered, b, t.row, t.column, t.columns, w.steps, t.source);
+    stages.load(&p.gathered, b, t.tile_row, t.column, t.columns, w.steps.first, w.steps.end, t.source);
   }
   WRITE_DOWN(p.profile, STAGE, stages.waited());
   WRITE_DOWN(p.profile, ROWS, for_rows);
@@ -191,19 +194,25 @@ struct Multiplier {
   const Work& w;
   const int* poisoned;
   Stages& stages;
-  int group, thread, lane, first_row;
+  Exchange& exchange;
+  int group, thread, lane, upper, first_row;  // upper, first_row: the group's and the warp's, of those that this CTA sums up
   uint32_t tile;
 
-  INLINE Multiplier(const Params& p, const Work& w, uint32_t tile, const int* poisoned, Stages& stages, int group)
-      : p(p), w(w), poisoned(poisoned), stages(stages), group(group), thread(threadIdx.x & 127), lane(threadIdx.x & 31), tile(tile) {
-    first_row = (group - 1) * 64 + thread / 32 * 16;
+  INLINE Multiplier(const Params& p, const Work& w, uint32_t tile, const int* poisoned, Stages& stages, Exchange& exchange,
+                    int group)
+      : p(p), w(w), poisoned(poisoned), stages(stages), exchange(exchange), group(group), tile(tile) {
+    thread = threadIdx.x & 127;
+    lane = threadIdx.x & 31;
+    upper = SPLIT == 1 ? (group - 1) * 64 : 0;
+    first_row = upper + thread / 32 * 16;
   }
 
   // A tile's product, scales, bias, and out.
   template <int COLUMNS>
   INLINE void compute(const Task& t, Ring<COLUMNS>& ring) {
     float c[COLUMNS / 2];
-    multiply_tile(c, ring, w.steps, group - 1, thread);
+    multiply_tile(c, ring, w.steps.count(), group - 1, thread);
+    if (SPLIT > 1 && !exchange.sum<COLUMNS>(c, group - 1, thread)) return;
     const uint16_t* bias = p.bias[0];
     const TensorMap* out = &p.out[0];
     int columns = p.columns[0];
@@ -229,7 +238,7 @@ struct Multiplier {
 #pragma unroll
     for (int j = 0; j < COLUMNS / 16; j++) rounded(words[j], c, j);
     constexpr int PART = COLUMNS < STORED ? COLUMNS : STORED;
-    int upper = (group - 1) * 64, owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
+    int owner = t.source < 0 ? p.rank : (p.rank + 1 + t.source) % WORLD;
 #pragma unroll
     for (int first = 0; first < COLUMNS; first += PART) {
       if (thread == 0) tma_wait_read();
@@ -261,14 +270,16 @@ struct Multiplier {
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) tpfuse_all_gather_matmul(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
-  __shared__ alignas(8) uint64_t barriers[STAGE_BARRIERS + 1];
+  __shared__ alignas(8) uint64_t barriers[STAGE_BARRIERS + 3];
   __shared__ int poisoned;
   uint32_t data = (shared_address(memory) + 1023) & ~1023u, bounce = data + OPERAND_BYTES;
-  Stages stages(data, shared_address(barriers));
-  uint32_t fetched = shared_address(barriers + STAGE_BARRIERS);
+  Stages stages(data, shared_address(barriers), p.loaded);
+  uint32_t fetched = shared_address(barriers + STAGE_BARRIERS), tile = bounce + 2 * PIECE_BYTES;
+  Exchange exchange(tile + STORED / 64 * BOX_BYTES, fetched + 8);
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     stages.init();
+    exchange.init();
     barrier_init(fetched, 1);
     poisoned = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -286,7 +297,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) tpfuse_all_gather
     end_call(p, epoch);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
-    Multiplier(p, work, bounce + 2 * PIECE_BYTES, &poisoned, stages, group).run();
+    Multiplier(p, work, tile, &poisoned, stages, exchange, group).run();
   }
   cluster_sync();  // no CTA leaves while another may still signal it
 }

@@ -6,6 +6,7 @@ M  rows     K  inner dimension     N  columns     S  rows of one rank
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from tpfuse.kernels.cuda.gemm import (
     BOX,
     FP8,
     MOST_SHARED_BYTES,
+    SPLIT,
     STEP_BYTES,
     THREADS,
     TILE_ROWS,
@@ -28,15 +30,18 @@ from tpfuse.kernels.cuda.gemm import (
     by_rows,
     fastest_columns,
     kernel_of,
+    loaded_rows,
     most_stages,
     operand,
     parts,
+    pays_to_split,
     profiling,
     right_operands,
+    steps_of,
 )
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
 
-FILES = ("hopper.cuh", "gemm.cuh", "all_gather_matmul.cu")
+FILES = ("hopper.cuh", "gemm.cuh", "tiles.cuh", "all_gather_matmul.cu")
 MOST_MATRICES = 4
 _PIECE_ROWS = 64
 _BOUNCE_BYTES = 2 * _PIECE_ROWS * STEP_BYTES
@@ -45,10 +50,12 @@ _FP8_NAN = 0x7F  # of e4m3, as a byte
 _TAG = 5  # comm/arena.py TAGS
 
 
-def tiling(arena: Arena, rows: int, widths: Sequence[int]) -> Tiling:
+def tiling(arena: Arena, rows: int, widths: Sequence[int], inner: int, dtype: torch.dtype) -> Tiling:
     """By rule of thumb, for ``rows`` of a rank and the columns of all weights."""
-    columns = fastest_columns(arena.multiprocessors, arena.world, rows, widths)
-    return Tiling(columns, most_stages(columns, room), cluster=2, across=16, pace=0.6)
+    sizes = (arena.multiprocessors, arena.world, rows, widths)
+    cut = Tiling(fastest_columns(*sizes), cluster=2 if rows > TILE_ROWS else 1)
+    cut = SPLIT if pays_to_split(*sizes, inner, dtype) else cut
+    return dataclasses.replace(cut, stages=most_stages(cut, room), across=16, pace=0.6)
 
 
 def all_gather_matmul(
@@ -71,9 +78,9 @@ def all_gather_matmul(
     arena, dtype = workspace.arena, out_dtype or input.dtype
     share, inner = input.shape
     columns = [weight.shape[1] for weight in weights]
-    cut = cut or tiling(arena, share, columns)
+    cut = cut or tiling(arena, share, columns, inner, input.dtype)
     a, added, (b_rows, bs) = by_rows(input), [aligned(bias) for bias in biases], right_operands(weights)
-    cut = cut.suiting(b_rows)
+    cut = cut.suiting(b_rows, steps_of(inner, input.dtype))
     factors = [scale.contiguous() for scale in (input_scale, *weight_scales) if scale is not None]
     outs = [torch.empty((arena.world * share, n), dtype=dtype, device=input.device) for n in columns]
     everybodys = input.new_empty((arena.world, share, inner)) if gathered else None
@@ -133,9 +140,9 @@ def _fill(
     inner, (share, first, count) = a.shape[1], part
     arena, peers, dtype, item = workspace.arena, workspace.arena.world - 1, a.dtype, a.element_size()
     step = STEP_BYTES // item
-    fields.a, fields.piece = operand(a, first + count, TILE_ROWS), operand(a, first + count, _PIECE_ROWS)
+    fields.a, fields.piece = operand(a, first + count, loaded_rows(count)), operand(a, first + count, _PIECE_ROWS)
     planes, pitches = (inner, count, peers), (inner * item, count * inner * item)
-    fields.gathered = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (step, TILE_ROWS, 1))
+    fields.gathered = tensor_map(workspace.base + DATA_OFFSET, dtype, planes, pitches, (step, loaded_rows(count), 1))
     for number, peer in enumerate(workspace.peers):
         fields.sent[number] = tensor_map(peer + DATA_OFFSET, dtype, planes, pitches, (step, _PIECE_ROWS, 1))
         fields.peer_counts[number], fields.peer_begun[number] = peer + COUNTS_OFFSET, peer + BEGUN_OFFSET
@@ -154,6 +161,7 @@ def _fill(
     fields.counts, fields.begun = workspace.base + COUNTS_OFFSET, workspace.base + BEGUN_OFFSET
     fields.epoch, fields.control = workspace.base, arena.control
     fields.inner, fields.share, fields.first, fields.count = inner, share, first, count
+    fields.loaded = loaded_rows(count)
     fields.rank, fields.across = arena.rank, max(1, cut.across // cut.cluster)
     tiles, blocks, fields.whole = work
     pieces = -(-count // _PIECE_ROWS) * -(-inner // step) * peers
@@ -181,7 +189,20 @@ def parameters(world: int, matrices: int) -> type[ctypes.Structure]:
     addresses += [("bias", address * matrices)]
     addresses += [("a_scale", Scale), ("b_scale", Scale * matrices), ("scales", address), ("peer_scales", address * peers)]
     numbers: list[tuple[str, Any]] = [("columns", number * matrices)]
-    names = ("inner", "share", "first", "count", "rank", "whole", "across", "pause", "stride", "scale_stride", "tag")
+    names = (
+        "inner",
+        "share",
+        "first",
+        "count",
+        "loaded",
+        "rank",
+        "whole",
+        "across",
+        "pause",
+        "stride",
+        "scale_stride",
+        "tag",
+    )
     fields = (*maps, *addresses, *numbers, *((name, number) for name in names), ("profile", address))
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
@@ -193,13 +214,14 @@ def room(cut: Tiling) -> int:
 
 def _beside(cut: Tiling) -> int:
     """Bytes of shared memory beside operands."""
-    return _BOUNCE_BYTES + TILE_ROWS * stored(cut) * 2
+    return _BOUNCE_BYTES + TILE_ROWS // cut.split * stored(cut) * 2 + cut.exchange_bytes
 
 
 def stored(cut: Tiling) -> int:
     """Columns of a tile of results that leave together: as many as there is room for."""
-    left = MOST_SHARED_BYTES - ALIGNMENT_BYTES - cut.wide_bytes - _BOUNCE_BYTES
-    return next((n for n in (cut.columns, cut.columns // 2) if not n % BOX and TILE_ROWS * n * 2 <= left), BOX)
+    left = MOST_SHARED_BYTES - ALIGNMENT_BYTES - cut.wide_bytes - _BOUNCE_BYTES - cut.exchange_bytes
+    most = left // (TILE_ROWS // cut.split * 2)
+    return next((n for n in (cut.columns, cut.columns // 2) if not n % BOX and n <= most), BOX)
 
 
 def options(

@@ -2,18 +2,19 @@
 //
 // A [M, K] with K contiguous and B [N, K] with K contiguous (B_ROWS 0) or N (B_ROWS 1), 16-bit or (FP8 1) e4m3, then with
 // B_ROWS 0; C in fp32 registers, 64 x BN per warp group. Needs BN (128, 192, 256), STAGES, OPERAND_BYTES (of shared memory, for
-// all stages), B_ROWS, CLUSTER, FP8.
+// all stages), B_ROWS, CLUSTER, SPLIT, FP8.
 //
 // CLUSTER (1 or 2) CTAs compute tiles one below the other at the same time. Each loads its rows of A, and its part of B for
-// all of them. A unit is the tiles of a cluster. What a tile is computed with has a parameter COLUMNS: BN, or NARROW for a
-// slice of it.
+// all of them. Or, with SPLIT 2, they share a tile: each has half of K, and sums up half of the rows. A unit is the tiles of a
+// cluster. What a tile is computed with has a parameter COLUMNS: BN, or NARROW for a slice of it.
 
-constexpr int BM = 128, BK_BYTES = 128, BK = FP8 ? 128 : 64;
+constexpr int BM = 128, SUM_ROWS = BM / SPLIT, BK_BYTES = 128, BK = FP8 ? 128 : 64;
 constexpr int A_BYTES = BM * BK_BYTES, B_BYTES = BN * BK_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int NARROW = BN == 256 ? 128 : BN, SLICES = BN / NARROW, NARROW_STAGES = OPERAND_BYTES / (A_BYTES + NARROW * BK_BYTES);
 constexpr int STAGE_BARRIERS = 2 * (SLICES > 1 ? STAGES + NARROW_STAGES : STAGES);
 // A tile of C in shared memory: boxes of 64 columns (32 in fp32), rows of 128 bytes, swizzled as the tensor maps say.
-constexpr int BOX_BYTES = BM * 128;
+// SUM_ROWS of it: those that this CTA sums up.
+constexpr int BOX_BYTES = SUM_ROWS * 128;
 constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
 
 // -- a cluster ---------------------------------------------------------------------------------------------------------
@@ -25,6 +26,7 @@ constexpr int LOADER_REGISTERS = 40, MULTIPLIER_REGISTERS = 232;
 #endif
 
 INLINE int cluster_place() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
+INLINE int stack_place() { return STACK == 1 ? 0 : cluster_place(); }
 
 // All threads of all its CTAs.
 INLINE void cluster_sync() {
@@ -50,7 +52,7 @@ struct Ring {
   INLINE void init() {
     for (int i = 0; i < COUNT; i++) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 2 * CLUSTER);
+      barrier_init(empty + 8 * i, 2 * STACK);
     }
   }
 
@@ -61,15 +63,16 @@ struct Ring {
     }
   }
 
-  // One thread: all of K for one tile. plane: of A, where it is a buffer that peers write.
-  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int steps, int plane) {
-    constexpr int BOX = B_ROWS ? 64 : NARROW / CLUSTER, PART = COLUMNS / CLUSTER;  // columns
-    column += cluster_place() * PART;
-    for (int k = 0; k < steps; k++, next()) {
-      uint32_t to = data + stage * BYTES, to_b = to + A_BYTES + cluster_place() * PART * BK_BYTES;
+  // One thread: steps of K for one tile, from k to end. rows: of A that are loaded; plane: of A, where it is a buffer that
+  // peers write.
+  INLINE void load(const TensorMap* a, const TensorMap* b, int rows, int row, int column, int k, int end, int plane) {
+    constexpr int BOX = B_ROWS ? 64 : NARROW / STACK, PART = COLUMNS / STACK;  // columns
+    column += stack_place() * PART;
+    for (; k < end; k++, next()) {
+      uint32_t to = data + stage * BYTES, to_b = to + A_BYTES + stack_place() * PART * BK_BYTES;
       uint32_t barrier = full + 8 * stage;
       WAITING(waited, barrier_wait(empty + 8 * stage, parity ^ 1));
-      barrier_expect(barrier, BYTES);
+      barrier_expect(barrier, rows * BK_BYTES + COLUMNS * BK_BYTES);
       if (plane < 0)
         tma_load(to, a, barrier, k * BK, row);
       else
@@ -89,7 +92,8 @@ struct Ring {
 
   // All threads of a warp group: the stage that has this barrier is not read any more.
   INLINE static void release(uint32_t barrier, int thread) {
-    if (thread < CLUSTER) barrier_arrive_at<CLUSTER>(barrier, thread);
+    if (STACK == 1 && thread == 0) barrier_arrive(barrier);
+    if (STACK > 1 && thread < STACK) barrier_arrive_at(barrier, thread);
   }
 };
 
@@ -97,22 +101,24 @@ struct Ring {
 struct Stages {
   Ring<BN> wide;
   Ring<NARROW> narrow;
+  int rows;  // of A that are loaded for a tile: what more it has in shared memory is rows that there are not
   bool drained = false;
 
-  INLINE Stages(uint32_t data, uint32_t barriers) : wide(data, barriers), narrow(data, barriers + 16 * STAGES) {}
+  INLINE Stages(uint32_t data, uint32_t barriers, int rows)
+      : wide(data, barriers), narrow(data, barriers + 16 * STAGES), rows(rows) {}
 
   INLINE void init() {
     wide.init();
     if (SLICES > 1) narrow.init();
   }
 
-  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int columns, int steps, int plane = -1) {
+  INLINE void load(const TensorMap* a, const TensorMap* b, int row, int column, int columns, int k, int end, int plane = -1) {
     if (columns == BN) {
-      wide.load(a, b, row, column, steps, plane);
+      wide.load(a, b, rows, row, column, k, end, plane);
     } else {
       if (!drained) wide.drain();
       drained = true;
-      narrow.load(a, b, row, column, steps, plane);
+      narrow.load(a, b, rows, row, column, k, end, plane);
     }
   }
 
@@ -225,114 +231,12 @@ INLINE void multiply_tile(float* c, Ring<COLUMNS>& ring, int steps, int group, i
 #endif
 }
 
-// -- what becomes of a tile --------------------------------------------------------------------------------------------
-//
-// A thread has rows lane / 4 and that + 8 of its warp's 16, and columns 2 * (lane % 4) and the next of each block of 8: of the
-// j-th block c[4 j] and c[4 j + 1] of the upper row, c[4 j + 2] and c[4 j + 3] of the lower one.
+// The steps of K that are this CTA's.
+struct Steps {
+  int first, end;
 
-// Factors of all, or (each 1) of each row or column.
-struct Scale {
-  const float* factors;
-  int each;
+  INLINE explicit Steps(int all)
+      : first(SPLIT == 1 ? 0 : cluster_place() * all / SPLIT), end(SPLIT == 1 ? all : (cluster_place() + 1) * all / SPLIT) {}
 
-  INLINE float at(int i, int count) const { return *(volatile const float*)(factors + (each ? min(i, count - 1) : 0)); }
+  INLINE int count() const { return end - first; }
 };
-
-// row, rows: of the thread's upper row among the factors, and how many there are; column: the tile's first.
-template <int COLUMNS>
-INLINE void scale_tile(float* c, Scale a, int row, int rows, Scale b, int column, int columns, int lane) {
-  float upper = a.at(row, rows), lower = a.at(row + 8, rows);
-#pragma unroll
-  for (int j = 0; j < COLUMNS / 8; j++) {
-    int first = column + 8 * j + 2 * (lane & 3);
-    float left = b.at(first, columns), right = b.at(first + 1, columns);
-    c[4 * j] *= upper * left;
-    c[4 * j + 1] *= upper * right;
-    c[4 * j + 2] *= lower * left;
-    c[4 * j + 3] *= lower * right;
-  }
-}
-
-// bias [columns] or null. upper, lower: whether the thread's rows get it.
-template <int COLUMNS>
-INLINE void add_bias(float* c, const uint16_t* bias, int column, int columns, bool upper, bool lower, int lane) {
-  if (!bias) return;
-#pragma unroll
-  for (int j = 0; j < COLUMNS / 8; j++) {
-    int first = column + 8 * j + 2 * (lane & 3);
-    if (first < columns) {
-      uint32_t words = *(const uint32_t*)(bias + first);
-      float left = low_of(words), right = high_of(words);
-      c[4 * j] += upper ? left : 0;
-      c[4 * j + 1] += upper ? right : 0;
-      c[4 * j + 2] += lower ? left : 0;
-      c[4 * j + 3] += lower ? right : 0;
-    }
-  }
-}
-
-// The 16 columns from 16 j, rounded, as tile_store wants them.
-INLINE void rounded(uint32_t* words, const float* c, int j) {
-#pragma unroll
-  for (int k = 0; k < 4; k++) words[k] = pack(c[8 * j + 2 * k], c[8 * j + 2 * k + 1]);
-}
-
-// A thread's 16 bytes in a tile: for columns 16 j to 16 j + 15 of its warp's 16 rows. lane: of the warp; first_row: its first row.
-INLINE uint32_t tile_address(uint32_t tile, int first_row, int lane, int j) {
-  int row = first_row + (lane & 15);
-  return tile + (j / 4) * BOX_BYTES + row * 128 + ((((j & 3) * 2 + (lane >> 4)) ^ (row & 7)) << 4);
-}
-
-INLINE void tile_load(uint32_t* words, uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
-}
-
-INLINE void tile_store(uint32_t address, const uint32_t* words) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]),
-               "r"(words[2]), "r"(words[3])
-               : "memory");
-}
-
-// In a tile of fp32: a thread's two neighbours in the j-th block of 8 columns, in this row.
-INLINE uint32_t pair_address(uint32_t tile, int row, int lane, int j) {
-  return tile + (j / 4) * BOX_BYTES + row * 128 + ((((j & 3) * 2 + (lane >> 1 & 1)) ^ (row & 7)) << 4) + (lane & 1) * 8;
-}
-
-INLINE void pair_load(float* pair, uint32_t address) {
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair[0]), "=f"(pair[1]) : "r"(address) : "memory");
-}
-
-INLINE void pair_store(uint32_t address, const float* pair) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair[0]), "f"(pair[1]) : "memory");
-}
-
-// What is done at one time: a unit, or a slice of one. The n-th, where units from `whole` on are cut into slices, so that the
-// last round of them takes less than the time of a unit.
-struct Slice {
-  int unit, first, columns;  // first: of the unit's columns
-};
-
-INLINE Slice slice_at(int n, int whole) {
-  if (n < whole) return {n, 0, BN};
-  return {whole + (n - whole) / SLICES, (n - whole) % SLICES * NARROW, NARROW};
-}
-
-INLINE int slices_of(int units, int whole) { return whole + (units - whole) * SLICES; }
-
-// Where the n-th unit of a matrix of rows x columns units lies: groups of `across` rows, column by
-// column, so that what is computed at one time shares operands in the L2 cache.
-struct Place {
-  int row, column;
-};
-
-// The first row of this CTA's tile.
-INLINE int row_of(Place at) { return (at.row * CLUSTER + cluster_place()) * BM; }
-
-INLINE Place place(int n, int rows, int columns, int across) {
-  int group = n / (across * columns), first = group * across, height = min(rows - first, across);
-  int rest = n - group * across * columns;
-  return {first + rest % height, rest / height};
-}

@@ -21,10 +21,10 @@ ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}  # of results, and of operands 
 FP8 = torch.float8_e4m3fn
 TILE_ROWS, STEP_BYTES, BOX = 128, 128, 64  # BM, BK_BYTES and the columns of a box of results in gemm.cuh
 COLUMNS = (128, 192, 256)  # of a tile
-THREADS, MOST_STAGES = 384, 8
+THREADS, LEAST_STAGES, MOST_STAGES = 384, 2, 8
 MOST_SHARED_BYTES = 226 << 10  # of a block, its barriers aside
 ALIGNMENT_BYTES = 1024  # of stages and tiles in shared memory
-_POINTER_ALIGNMENT = 16
+_POINTER_ALIGNMENT, _SWIZZLED_ROWS = 16, 8
 _SPEEDS = {128: 0.92, 192: 0.96, 256: 1.0}  # of tiles of so many columns, on an H200 beside the widest
 _SLICE_TIME = 0.58  # of a tile's
 _FLOP_PER_CLOCK = 8192  # of one multiprocessor, divided by the bytes of an element
@@ -34,8 +34,10 @@ _FLOP_PER_CLOCK = 8192  # of one multiprocessor, divided by the bytes of an elem
 class Tiling:
     """How the work is cut.
 
-    columns  of a tile, one of ``COLUMNS``; stages: of its operands in shared memory
-    cluster  multiprocessors, 1 or 2, that share what they load of the weight
+    columns  of a tile, one of ``COLUMNS``; stages: of its operands in shared memory, two or more: one is freed when the
+             next one has been begun
+    cluster  multiprocessors, 1 or 2, that share what they load of the weight, or a tile
+    split    parts of K that the cluster's multiprocessors have of one tile: 1, or as many as those
     across   rows of tiles that are computed together, for the L2 cache
     lead     reduce-scatter: tiles of the peers, per multiprocessor, before own ones are mixed in; None: all of them
     pace     pause between pieces that are sent, as a share of what would spread them over the time there is
@@ -47,12 +49,14 @@ class Tiling:
     across: int = 8
     lead: int | None = None
     pace: float = 0.8
+    split: int = 1
 
     def __post_init__(self) -> None:
         """Raises TypeError: there is no such tiling; it may come from a file."""
-        numbers = (self.columns, self.stages, self.cluster, self.across)
+        numbers = (self.columns, self.stages, self.cluster, self.across, self.split)
         lead = self.lead is None or (type(self.lead) is int and self.lead >= 0)
         sizes = all(type(n) is int and n > 0 for n in numbers) and self.columns in COLUMNS and self.cluster in (1, 2)
+        sizes = sizes and self.split in (1, self.cluster) and self.stages >= LEAST_STAGES
         if not (sizes and lead and isinstance(self.pace, (int, float)) and self.pace >= 0):
             raise TypeError(f"no such tiling: {self}")
 
@@ -72,16 +76,27 @@ class Tiling:
         return self.operand_bytes(beside) + ALIGNMENT_BYTES + beside
 
     def tile_bytes(self, itemsize: int) -> int:
-        """Of a tile of results, or of partial sums."""
-        return TILE_ROWS * self.columns * itemsize
+        """Of what a multiprocessor sums up of a tile, in results or partial sums."""
+        return TILE_ROWS // self.split * self.columns * itemsize
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Of shared memory for what the multiprocessors of a tile give each other: Exchange in gemm.cuh."""
+        columns = self.columns if self.columns == COLUMNS[0] else self.columns // 2
+        return TILE_ROWS // self.split * columns * 4 if self.split > 1 else 0
+
+    @property
+    def stack(self) -> int:
+        """Tiles of a cluster, one below the other."""
+        return self.cluster // self.split
 
     @property
     def unit_rows(self) -> int:
         """Of a cluster's tiles together."""
-        return TILE_ROWS * self.cluster
+        return TILE_ROWS * self.stack
 
     def tiles(self, rows: int, columns: int) -> int:
-        """Of a matrix, with those of nothing that fill up the last cluster."""
+        """Of a matrix, or parts of them, with those of nothing that fill up the last cluster."""
         return -(-rows // self.unit_rows) * self.cluster * -(-columns // self.columns)
 
     @property
@@ -97,11 +112,15 @@ class Tiling:
     @property
     def box_columns(self) -> int:
         """Of a weight with K contiguous that are loaded at once."""
-        return self.narrow // self.cluster
+        return self.narrow // self.stack
 
-    def suiting(self, b_rows: bool) -> Tiling:
-        """It, or without clusters where the weight has N contiguous and cannot be shared between two in whole boxes."""
-        return dataclasses.replace(self, cluster=1) if b_rows and self.narrow // self.cluster % BOX else self
+    def suiting(self, b_rows: bool, steps: int) -> Tiling:
+        """It, or without clusters where they cannot share what there is.
+
+        That is a weight with N contiguous, in whole boxes, or so many steps of K.
+        """
+        apart = steps < self.split or (b_rows and self.box_columns % BOX)
+        return dataclasses.replace(self, cluster=1, split=1) if apart else self
 
     def grid(self, multiprocessors: int, tiles: int) -> tuple[int, int]:
         """(blocks, all resident, whole clusters; units that are computed whole, the last ones being cut into slices)
@@ -114,17 +133,22 @@ class Tiling:
         return min(clusters, whole + (units - whole) * self.slices) * self.cluster, whole
 
     def clocks(self, inner: int, dtype: torch.dtype) -> float:
-        """Of a multiprocessor, for one tile."""
-        return 2 * TILE_ROWS * self.columns * inner * dtype.itemsize / _FLOP_PER_CLOCK
+        """Of a multiprocessor, for its part of one tile."""
+        return 2 * TILE_ROWS * self.columns * inner * dtype.itemsize / _FLOP_PER_CLOCK / self.split
 
     def options(
         self, world: int, dtype: torch.dtype, out_dtype: torch.dtype, b_rows: bool, beside: int
     ) -> tuple[tuple[str, int], ...]:
         """Macros that every kernel is compiled with. b_rows: B has N contiguous, not K; beside: see ``operand_bytes``."""
         stages = (("STAGES", self.stages), ("OPERAND_BYTES", self.operand_bytes(beside)))
-        sizes = (("BN", self.columns), *stages, ("CLUSTER", self.cluster))
+        sizes = (("BN", self.columns), *stages, ("CLUSTER", self.cluster), ("SPLIT", self.split))
         kinds = (("ELEMENT", ELEMENTS[out_dtype]), ("FP8", int(dtype == FP8)), ("B_ROWS", int(b_rows)))
         return ("WORLD", world), *sizes, *kinds
+
+
+#: Of few tiles, so that twice as many multiprocessors compute them.
+SPLIT = Tiling(COLUMNS[0], cluster=2, split=2)
+_LEAST_SPLIT_BYTES = 2048  # of a row: less is computed sooner than exchanged
 
 
 def fastest_columns(
@@ -147,9 +171,21 @@ def fastest_columns(
     return min(reversed(among), key=time)
 
 
-def most_stages(columns: int, room: Callable[[Tiling], int]) -> int:
-    """Of a tile's operands for which there is room."""
-    return max(stages for stages in range(1, MOST_STAGES + 1) if room(Tiling(columns, stages)) <= MOST_SHARED_BYTES)
+def most_stages(cut: Tiling, room: Callable[[Tiling], int]) -> int:
+    """Of the operands of such a tiling's tiles for which there is room; 0: for too few."""
+    fits = lambda stages: room(dataclasses.replace(cut, stages=stages)) <= MOST_SHARED_BYTES  # noqa: E731
+    return max((stages for stages in range(LEAST_STAGES, MOST_STAGES + 1) if fits(stages)), default=0)
+
+
+def pays_to_split(
+    multiprocessors: int, world: int, rows: int, widths: Sequence[int], inner: int, dtype: torch.dtype
+) -> bool:
+    """Whether ``SPLIT``, by rule of thumb, is the fastest: all its tiles are computed at once, and K is long enough.
+
+    In a second round they would load the weight once more.
+    """
+    units = sum(SPLIT.tiles(rows, width) for width in widths) // SPLIT.cluster * world
+    return units <= multiprocessors // SPLIT.cluster and inner * dtype.itemsize >= _LEAST_SPLIT_BYTES
 
 
 def cannot(rows: int, columns: int, inner: int, dtypes: Sequence[torch.dtype], out_dtype: torch.dtype | None = None) -> str:
@@ -164,6 +200,16 @@ def cannot(rows: int, columns: int, inner: int, dtypes: Sequence[torch.dtype], o
     if columns % of_columns or inner % of_inner:
         return f"K = {inner} must be a multiple of {of_inner}, N = {columns} of {of_columns}"
     return "" if rows and columns and inner else "nothing to compute"
+
+
+def loaded_rows(count: int) -> int:
+    """Of a tile, where a rank has so many: no more than there are."""
+    return min(TILE_ROWS, -(-count // _SWIZZLED_ROWS) * _SWIZZLED_ROWS)
+
+
+def steps_of(inner: int, dtype: torch.dtype) -> int:
+    """That K is gone through in."""
+    return -(-inner * dtype.itemsize // STEP_BYTES)
 
 
 def lies_by_rows(matrix: torch.Tensor) -> bool:

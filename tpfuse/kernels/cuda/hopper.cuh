@@ -7,6 +7,8 @@ typedef unsigned long long uint64_t;
 typedef unsigned long size_t;
 
 #define INLINE __device__ __forceinline__
+// CTAs of a cluster whose tiles lie one below the other; SPLIT of them share a tile, each with a part of K.
+#define STACK (CLUSTER / SPLIT)
 
 struct alignas(128) TensorMap {
   uint8_t opaque[128];
@@ -53,16 +55,15 @@ INLINE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At the same place in the shared memory of a CTA of the cluster.
-template <int CTAS>
+// The same place in the shared memory of a CTA of the cluster.
+INLINE uint32_t address_at(uint32_t address, int cta) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cta));
+  return there;
+}
+
 INLINE void barrier_arrive_at(uint32_t barrier, int cta) {
-  if (CTAS == 1)
-    barrier_arrive(barrier);
-  else
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(
-                     barrier),
-                 "r"(cta)
-                 : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_at(barrier, cta)) : "memory");
 }
 
 INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -70,6 +71,13 @@ INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
       "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+// 16 bytes to the shared memory of a CTA of the cluster, whose barrier is told.
+INLINE void store_at(uint32_t to, const float* from, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]), "r"(barrier)
+               : "memory");
 }
 
 INLINE void proxy_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
@@ -83,15 +91,15 @@ INLINE void tma_load(uint32_t to, const TensorMap* map, uint32_t barrier, int co
       : "memory");
 }
 
-// To the same place in the shared memory of every CTA of the cluster, each of whose barriers is told.
+// To the same place in the shared memory of every CTA of the stack, each of whose barriers is told.
 INLINE void tma_load_all(uint32_t to, const TensorMap* map, uint32_t barrier, int column, int row) {
-#if CLUSTER == 1
+#if STACK == 1
   tma_load(to, map, barrier, column, row);
 #else
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], "
       "[%2], %5;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"((uint16_t)((1 << CLUSTER) - 1))
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"((uint16_t)((1 << STACK) - 1))
       : "memory");
 #endif
 }

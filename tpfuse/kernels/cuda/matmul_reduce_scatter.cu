@@ -35,7 +35,7 @@ struct Params {
   Scale a_scale, b_scale;  // with FP8: of [M] and [N]
   int inner[PRODUCTS];              // K of each
   int rows, columns, share;         // M, N, S
-  int first, count;                 // of each rank's rows, those of this launch
+  int first, count, loaded;         // of each rank's rows, those of this launch; of a tile's, those that are loaded
   int rank, lead, whole, across, pause;  // lead: units of peers before own ones are mixed in; pause: clocks between pieces
   int stride, results_ahead, tag;  // results_ahead: from flags of partial sums to those of results
   long long* profile;
@@ -64,27 +64,32 @@ INLINE Unit unit_at(int n, int units, int lead) {
 
 INLINE int steps_of(int inner) { return (inner + BK - 1) / BK; }
 
-// The slices of a launch, and which of them are this cluster's.
+INLINE int steps_of_all(const Params& p) {
+  int steps = 0;
+  for (int i = 0; i < PRODUCTS; i++) steps += steps_of(p.inner[i]);
+  return steps;
+}
+
+// The slices of a launch, and which of them are this cluster's; of K the steps that are this CTA's.
 struct Work {
-  int down, across, units, steps, total, first, at_once;
+  int down, across, units, total, first, at_once;
+  Steps steps;
 
   // Below the last row there may be a tile of nothing: it is loaded as zeros, and not stored.
   INLINE explicit Work(const Params& p)
-      : down((p.count + BM * CLUSTER - 1) / (BM * CLUSTER)),
+      : down((p.count + BM * STACK - 1) / (BM * STACK)),
         across((p.columns + BN - 1) / BN),
         units(down * across),
-        steps(0),
         total(slices_of(units * WORLD, p.whole)),
         first(blockIdx.x / CLUSTER),
-        at_once(gridDim.x / CLUSTER) {
-    for (int i = 0; i < PRODUCTS; i++) steps += steps_of(p.inner[i]);
-  }
+        at_once(gridDim.x / CLUSTER),
+        steps(steps_of_all(p)) {}
 };
 
-// The n-th slice of the work: of this rank's rows or a peer's; its first row (of the owner's in this launch) and column, and
-// its first flag.
+// The n-th slice of the work: of this rank's rows or a peer's; its first row (of the owner's in this launch) and column, the
+// first of the rows that this CTA sums up, and its first flag.
 struct Task {
-  int own, peer, owner, row, column, columns, flag;
+  int own, peer, owner, tile_row, row, column, columns, flag;
 
   INLINE Task(const Params& p, const Work& w, int n) {
     Slice s = slice_at(n, p.whole);
@@ -93,7 +98,8 @@ struct Task {
     own = t.own;
     peer = t.peer;
     owner = own ? p.rank : (p.rank + 1 + peer) % WORLD;
-    row = row_of(at);
+    tile_row = row_of(at);
+    row = own_row_of(at);
     column = at.column * BN + s.first;
     columns = s.columns;
     flag = (t.number * CLUSTER + cluster_place()) * SLICES + s.first / NARROW;
@@ -115,9 +121,9 @@ struct Buffer {
 
   INLINE void init() {
     barrier_init(free, 1);
-    barrier_init(filled, 2);
+    barrier_init(filled, 2 / SPLIT);
     barrier_init(arrived, 1);
-    barrier_init(added, 2);
+    barrier_init(added, 2 / SPLIT);
     barrier_init(fetched, 1);
     *poisoned = 0;
   }
@@ -127,9 +133,12 @@ struct Buffer {
 INLINE void load_operands(const Params& p, Stages& stages, const Work& w) {
   for (int n = w.first; n < w.total; n += w.at_once) {
     Task t(p, w, n);
-    int row = t.owner * p.share + p.first + t.row;
-    for (int i = 0; i < PRODUCTS; i++)
-      stages.load(&p.a[i], &p.b[i], row, t.column, t.columns, steps_of(p.inner[i]));
+    int row = t.owner * p.share + p.first + t.tile_row;
+    for (int i = 0, before = 0; i < PRODUCTS; i++) {
+      int steps = steps_of(p.inner[i]);
+      stages.load(&p.a[i], &p.b[i], row, t.column, t.columns, max(w.steps.first - before, 0), min(w.steps.end - before, steps));
+      before += steps;
+    }
   }
   WRITE_DOWN(p.profile, STAGE, stages.waited());
 }
@@ -139,7 +148,7 @@ template <int COLUMNS>
 INLINE void push(const Params& p, const TensorMap* to, int* flags, uint32_t tile, const Task& t, int source, int pause, int epoch) {
   // Paced: a burst from all multiprocessors would fill the way to the link, and the operands' loads would queue behind.
   long long next = clock64();
-  for (int r = 0; r < BM && t.row + r < p.count; r += PIECE_ROWS) {
+  for (int r = 0; r < SUM_ROWS && t.row + r < p.count; r += PIECE_ROWS) {
     for (int j = 0; j < t.columns && t.column + j < p.columns; j += COLUMNS) {
       while (clock64() < next) asm volatile("nanosleep.u32 64;");
       next += pause;
@@ -227,7 +236,7 @@ INLINE void collect(const Params& p, const Work& w, const Buffer& b, int epoch) 
   for (int n = blockIdx.x; n < w.units * CLUSTER * PEERS; n += gridDim.x) {
     int source = n % PEERS, number = n / PEERS, owner = (p.rank + 1 + source) % WORLD;
     Place at = place(number / CLUSTER, w.down, w.across, p.across);
-    int row = (at.row * CLUSTER + number % CLUSTER) * BM, column = at.column * BN;
+    int row = (at.row * CLUSTER + number % CLUSTER) * SUM_ROWS, column = at.column * BN;
     const int* flags = p.flags + p.results_ahead + source * p.stride + number * SLICES;
     dead = dead || !wait_for_slice(flags, BN, epoch, p.control, p.tag + (owner << 8));
     if (dead && !poisoned) {  // from now on, what is copied is not a number
@@ -237,7 +246,7 @@ INLINE void collect(const Params& p, const Work& w, const Buffer& b, int epoch) 
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(buffers + 4 * i), "r"(pack(NOT_A_NUMBER, NOT_A_NUMBER)) : "memory");
     }
     proxy_fence();
-    for (int r = 0; r < BM && row + r < p.count; r += COPY_ROWS) {
+    for (int r = 0; r < SUM_ROWS && row + r < p.count; r += COPY_ROWS) {
       for (int j = 0; j < BN && column + j < p.columns; j += BOX, turn ^= 1) {
         uint32_t buffer = buffers + turn * COPY_BYTES;
         tma_wait_read<1>();
@@ -261,63 +270,22 @@ struct Multiplier {
   const Work& w;
   const Buffer& b;
   Stages& stages;
-  int group, thread, lane, first_row;
+  Exchange& exchange;
+  int group, thread, lane, first_row;  // first_row: the warp's, of those that this CTA sums up
   uint32_t free_parity = 0, arrived_parity = 0;
   long long for_place = 0;
 
-  INLINE Multiplier(const Params& p, const Work& w, const Buffer& b, Stages& stages, int group)
-      : p(p), w(w), b(b), stages(stages), group(group), thread(threadIdx.x & 127), lane(threadIdx.x & 31) {
-    first_row = (group - 1) * 64 + thread / 32 * 16;
-  }
-
-  // A peer's partial sum, to this thread's part of the tile's.
-  template <int COLUMNS>
-  INLINE void add_partial(float* c) {
-#if WIRE_FP32
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 4; i++) {  // upper and lower row in turn
-      float pair[2];
-      pair_load(pair, pair_address(b.tile, first_row + lane / 4 + i % 2 * 8, lane, i / 2));
-      c[2 * i] += pair[0];
-      c[2 * i + 1] += pair[1];
-    }
-    __syncwarp();  // its place is the warp's own, and is written next
-#else
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 16; j++) {
-      uint32_t words[4];
-      tile_load(words, tile_address(b.tile, first_row, lane, j));
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        c[8 * j + 2 * k] += low_of(words[k]);
-        c[8 * j + 2 * k + 1] += high_of(words[k]);
-      }
-    }
-#endif
-  }
-
-  // A sum to where it leaves from: partial in SUM_BOX's dtype, or a result.
-  template <int COLUMNS>
-  INLINE void put(const float* c, bool partial) {
-    if (WIRE_FP32 && partial) {
-#pragma unroll
-      for (int i = 0; i < COLUMNS / 4; i++)
-        pair_store(pair_address(b.tile, first_row + lane / 4 + i % 2 * 8, lane, i / 2), c + 2 * i);
-    } else {
-#pragma unroll
-      for (int j = 0; j < COLUMNS / 16; j++) {
-        uint32_t words[4];
-        rounded(words, c, j);
-        tile_store(tile_address(b.tile, first_row, lane, j), words);
-      }
-    }
+  INLINE Multiplier(const Params& p, const Work& w, const Buffer& b, Stages& stages, Exchange& exchange, int group)
+      : p(p), w(w), b(b), stages(stages), exchange(exchange), group(group), thread(threadIdx.x & 127), lane(threadIdx.x & 31) {
+    first_row = (SPLIT == 1 ? (group - 1) * 64 : 0) + thread / 32 * 16;
   }
 
   // A tile's product, with own rows what the peers have sent, and the bias.
   template <int COLUMNS>
   INLINE void compute(const Task& t, Ring<COLUMNS>& ring) {
     float c[COLUMNS / 2];
-    multiply_tile(c, ring, w.steps, group - 1, thread);
+    multiply_tile(c, ring, w.steps.count(), group - 1, thread);
+    if (SPLIT > 1 && !exchange.sum<COLUMNS>(c, group - 1, thread)) return;
     int row = t.owner * p.share + p.first + t.row + first_row + lane / 4;
 #if FP8
     scale_tile<COLUMNS>(c, p.a_scale, row, p.rows, p.b_scale, t.column, p.columns, lane);
@@ -326,7 +294,7 @@ struct Multiplier {
       for (int i = 0; i < PEERS; i++) {
         WAITING(for_place, barrier_wait(b.arrived, arrived_parity));
         arrived_parity ^= 1;
-        add_partial<COLUMNS>(c);
+        add_tile<COLUMNS, WIRE_FP32>(c, b.tile, first_row, lane);
         if (i < PEERS - 1) {
           asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
           if (thread == 0) barrier_arrive(b.added);
@@ -341,7 +309,10 @@ struct Multiplier {
       WAITING(for_place, barrier_wait(b.free, free_parity));
       free_parity ^= 1;
     }
-    put<COLUMNS>(c, !t.own);
+    if (t.own)
+      put_tile<COLUMNS, 0>(c, b.tile, first_row, lane);
+    else
+      put_tile<COLUMNS, WIRE_FP32>(c, b.tile, first_row, lane);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
     if (thread == 0) barrier_arrive(b.filled);
@@ -368,16 +339,18 @@ struct Multiplier {
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) KERNEL(const __grid_constant__ Params p) {
   extern __shared__ uint8_t memory[];
-  __shared__ alignas(8) uint64_t barriers[STAGE_BARRIERS + 5];
+  __shared__ alignas(8) uint64_t barriers[STAGE_BARRIERS + 7];
   __shared__ int poisoned;
   uint32_t data = (shared_address(memory) + 1023) & ~1023u;
-  Stages stages(data, shared_address(barriers));
+  Stages stages(data, shared_address(barriers), p.loaded);
   uint32_t more = shared_address(barriers + STAGE_BARRIERS);
+  Exchange exchange(data + OPERAND_BYTES + TILE_BYTES + (ALL_ROWS ? 2 * COPY_BYTES : 0), more + 40);
   Buffer buffer = {data + OPERAND_BYTES, more, more + 8, more + 16, more + 24, more + 32, &poisoned};
   int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     stages.init();
     buffer.init();
+    exchange.init();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   int epoch = after(load_flag(p.epoch));  // by all threads, before any of this CTA ends the call
@@ -394,7 +367,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(384, 1) KERNEL(const __gr
       collect(p, work, buffer, epoch);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLIER_REGISTERS));
-    Multiplier(p, work, buffer, stages, group).run();
+    Multiplier(p, work, buffer, stages, exchange, group).run();
   }
   cluster_sync();  // no CTA leaves while another may still signal it
 }

@@ -6,6 +6,7 @@ M  rows     K  inner dimension     N  columns     S  rows of one rank
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from tpfuse.kernels.cuda.gemm import (
     BOX,
     COLUMNS,
     FP8,
+    SPLIT,
     STEP_BYTES,
     THREADS,
     TILE_ROWS,
@@ -27,21 +29,24 @@ from tpfuse.kernels.cuda.gemm import (
     by_rows,
     fastest_columns,
     kernel_of,
+    loaded_rows,
     most_stages,
     operand,
     parts,
+    pays_to_split,
     profiling,
     right_operands,
+    steps_of,
 )
 from tpfuse.kernels.cuda.launch import Parameters, TensorMap, tensor_map
 
-FILES = ("hopper.cuh", "gemm.cuh", "matmul_reduce_scatter.cu")
+FILES = ("hopper.cuh", "gemm.cuh", "tiles.cuh", "matmul_reduce_scatter.cu")
 _PIECE_ROWS, _COPY_ROWS = 32, 64
 _COPY_BYTES = 2 * _COPY_ROWS * BOX * 2
 _TAG, _TAG_ALL_ROWS = 4, 6  # comm/arena.py TAGS
 MOST_PRODUCTS = 4  # that are added: q, k and v, or gate and up, of a backward
 _LEAD_ROUNDS = 1.5  # of tiles: with a lead of as many, sums may take their time
-_LEAST_STAGES = 3  # with fewer, multipliers wait for operands: beside wide tiles of fp32
+_ENOUGH_STAGES = 3  # with fewer, multipliers wait for operands: beside wide tiles of fp32
 
 
 def tiling(
@@ -54,10 +59,13 @@ def tiling(
     fp32_wire: bool = False,
 ) -> Tiling:
     """By rule of thumb, for ``rows`` of a rank: own tiles are mixed in where they are short."""
-    stages = {wide: most_stages(wide, lambda cut: room(cut, all_rows, fp32_wire)) for wide in COLUMNS}
-    among = [wide for wide in COLUMNS if stages[wide] >= _LEAST_STAGES]
-    wide = fastest_columns(arena.multiprocessors, arena.world, rows, [columns], among)
-    return Tiling(wide, stages[wide], 2 if dtype == FP8 else 1, lead=2 if inner * dtype.itemsize <= 8192 else None)
+    sizes = (arena.multiprocessors, arena.world, rows, [columns])
+    if pays_to_split(*sizes, inner, dtype):
+        return dataclasses.replace(SPLIT, stages=most_stages(SPLIT, lambda cut: room(cut, all_rows, fp32_wire)))
+    stages = {wide: most_stages(Tiling(wide), lambda cut: room(cut, all_rows, fp32_wire)) for wide in COLUMNS}
+    wide = fastest_columns(*sizes, among=[wide for wide in COLUMNS if stages[wide] >= _ENOUGH_STAGES])
+    cluster = 2 if dtype == FP8 and rows > TILE_ROWS else 1
+    return Tiling(wide, stages[wide], cluster, lead=2 if inner * dtype.itemsize <= 8192 else None)
 
 
 def matmul_reduce_scatter(
@@ -88,7 +96,7 @@ def matmul_reduce_scatter(
     a, bias, (b_rows, b) = [by_rows(each) for each in (input, *more[0])], aligned(bias), right_operands([weight, *more[1]])
     fp32_wire = wire_dtype is not None
     cut = cut or tiling(arena, share, columns, sum(each.shape[1] for each in a), input.dtype, all_rows, fp32_wire)
-    cut = cut.suiting(b_rows)
+    cut = cut.suiting(b_rows, sum(steps_of(each.shape[1], each.dtype) for each in a))
     factors = [None, None] if scales is None else [scale.contiguous() for scale in scales]
     out = torch.empty((arena.world if all_rows else 1, share, columns), dtype=dtype, device=input.device)
     most = most_rows(workspace, columns, dtype, cut, all_rows, fp32_wire)
@@ -135,17 +143,18 @@ def _fill(
     arena, peers, dtype = workspace.arena, workspace.arena.world - 1, out.dtype
     row_bytes = columns * dtype.itemsize
     for number, (left, right) in enumerate(zip(a, b, strict=True)):
-        fields.a[number] = operand(left, rows, TILE_ROWS)
+        fields.a[number] = operand(left, rows, loaded_rows(count))
         fields.b[number] = operand(right, right.shape[0], STEP_BYTES // 2 if b_rows else cut.box_columns)
         fields.inner[number] = left.shape[1]
     sizes, steps = (columns, first + count, out.shape[0]), (row_bytes, share * row_bytes)
-    fields.out = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, TILE_ROWS, 1))
+    high = TILE_ROWS // cut.split  # rows of a tile that a multiprocessor sums up
+    fields.out = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, high, 1))
     fields.copied = tensor_map(out.data_ptr(), dtype, sizes, steps, (BOX, _COPY_ROWS, 1))
     planes, pitches = (columns, count, peers), (row_bytes, count * row_bytes)
     sum_bytes, sum_box = columns * wire.itemsize, STEP_BYTES // wire.itemsize
     all_rows, results = out.shape[0] > 1, DATA_OFFSET + peers * count * sum_bytes
     sums = (wire, planes, (sum_bytes, count * sum_bytes))
-    fields.received = tensor_map(workspace.base + DATA_OFFSET, *sums, (sum_box, TILE_ROWS, 1))
+    fields.received = tensor_map(workspace.base + DATA_OFFSET, *sums, (sum_box, high, 1))
     fields.results = tensor_map(workspace.base + results, dtype, planes, pitches, (BOX, _COPY_ROWS, 1))
     for number, peer in enumerate(workspace.peers):
         fields.sent[number] = tensor_map(peer + DATA_OFFSET, *sums, (sum_box, _PIECE_ROWS, 1))
@@ -156,13 +165,14 @@ def _fill(
     fields.bias = 0 if bias is None else bias.data_ptr()
     fields.a_scale, fields.b_scale = (Scale.of(each, each is not None and each.numel() > 1) for each in factors)
     fields.rows, fields.columns, fields.share = rows, columns, share
-    fields.first, fields.count, fields.rank, fields.across = first, count, arena.rank, max(1, cut.across // cut.cluster)
+    fields.first, fields.count, fields.loaded = first, count, loaded_rows(count)
+    fields.rank, fields.across = arena.rank, max(1, cut.across // cut.cluster)
     blocks, fields.whole = grid
     theirs, at_once = cut.tiles(count, columns) // cut.cluster * peers, blocks // cut.cluster
     fields.lead = theirs if cut.lead is None else min(theirs, cut.lead * at_once // peers * peers)
     # A tile is sent while the next one is computed; sooner where a peer's own tile, the lead behind it, waits for it.
     time = cut.clocks(sum(fields.inner), a[0].dtype) * min(1, fields.lead / at_once / _LEAD_ROUNDS)
-    fields.pause = int(cut.pace * time / (TILE_ROWS // _PIECE_ROWS * cut.columns // BOX))
+    fields.pause = int(cut.pace * time / (high // _PIECE_ROWS * cut.columns // BOX))
     fields.stride, fields.results_ahead = FLAGS // peers, FLAGS
     fields.tag = _TAG_ALL_ROWS if all_rows else _TAG
     fields.profile = 0 if workspace.profile is None else workspace.profile.data_ptr()
@@ -178,7 +188,7 @@ def parameters(world: int, products: int) -> type[ctypes.Structure]:
     addresses: list[tuple[str, Any]] = [(name, address * peers) for name in ("peer_flags", "peer_begun")]
     addresses += [(name, address) for name in ("flags", "begun", "epoch", "control", "bias")]
     addresses += [(name, Scale) for name in ("a_scale", "b_scale")]
-    sizes = ("rows", "columns", "share", "first", "count", "rank", "lead", "whole", "across", "pause")
+    sizes = ("rows", "columns", "share", "first", "count", "loaded", "rank", "lead", "whole", "across", "pause")
     names = (*sizes, "stride", "results_ahead", "tag")
     numbers: list[tuple[str, Any]] = [("inner", number * products), *((name, number) for name in names)]
     fields = (*maps, *addresses, *numbers, ("profile", address))
@@ -192,7 +202,7 @@ def room(cut: Tiling, all_rows: bool, fp32_wire: bool = False) -> int:
 
 def _beside(cut: Tiling, all_rows: bool, fp32_wire: bool) -> int:
     """Bytes of shared memory beside operands."""
-    return cut.tile_bytes(_sum_bytes(fp32_wire)) + (_COPY_BYTES if all_rows else 0)
+    return cut.tile_bytes(_sum_bytes(fp32_wire)) + (_COPY_BYTES if all_rows else 0) + cut.exchange_bytes
 
 
 def _sum_bytes(fp32_wire: bool) -> int:
