@@ -86,7 +86,7 @@ def test_every_page_is_linked_from_the_readme():
 
 def texts(folder: str) -> dict[str, str]:
     """Texts of several words in the code, with … for what is filled in -> file."""
-    found = {}
+    found: dict[str, str] = {}
     for path in sorted((ROOT / "tpfuse" / folder).rglob("*.py")):
         tree = ast.parse(path.read_text())
         within = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -97,7 +97,7 @@ def texts(folder: str) -> dict[str, str]:
                 text = node.value
             else:
                 continue
-            if " " in text.strip("… "):
+            if " " in text.strip("…"):
                 found[text] = path.name
     return found
 
@@ -117,7 +117,11 @@ def reasons() -> dict[str, str]:
                     for n in ast.walk(node)
                     if isinstance(n, ast.JoinedStr)
                 }
-    return {text: file for text, file in texts("graph").items() if text not in documentation | NOT_SHOWN}
+    return {
+        text: file
+        for text, file in texts("graph").items()
+        if text not in documentation | NOT_SHOWN and " " in text.strip("… ")
+    }
 
 
 def test_every_reason_is_explained():
@@ -133,7 +137,8 @@ def test_every_message_is_one_of_the_code():
     for number, line in prose(TROUBLESHOOTING):
         if not line.startswith("| ") or " | " not in line:
             continue
-        for quoted in re.findall(r"`([^`]+ [^`]+)`", " | ".join(line.split(" | ")[:-1])):
+        cells = line.strip("| ").split(" | ")[:-1]
+        for quoted in (text for cell in cells for text in re.findall(r"`([^`]+ [^`]+)`", cell)):
             plain = quoted.strip("… ").removesuffix(": ").strip()
             assert any(plain in text for text in known) or _pieces(quoted, known), (
                 f"line {number}: {quoted!r} is in no code"
