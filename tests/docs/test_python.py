@@ -10,6 +10,8 @@ import ast
 import contextlib
 import io
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -46,9 +48,9 @@ def _run_all(rank: int) -> dict[str, str]:
     try:
         with interpret_graphs():
             for path in (path for path in FILES if path.name not in NOT_RUN):
-                names: dict = {"__name__": "__main__"}
+                page = sys.modules[f"page_{path.stem}"] = types.ModuleType(f"page_{path.stem}")  # Dynamo looks it up
                 for block in blocks(path, "python"):
-                    found[block.where] = run(block, names)
+                    found[block.where] = run(block, vars(page))
                 dist.barrier()
     finally:
         dist.destroy_process_group = destroy
@@ -58,7 +60,7 @@ def _run_all(rank: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def ran() -> list[dict[str, str]]:
     """By rank."""
-    return spawn(_run_all, RANKS, timeout_s=150)
+    return spawn(_run_all, RANKS, timeout_s=280)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
