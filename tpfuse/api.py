@@ -20,7 +20,7 @@ from tpfuse.config import DEBUG_VARIABLE, DISABLE_VARIABLE, FusionConfig, is_deb
 from tpfuse.errors import ConfigError, NotAppliedError, TpfuseError
 from tpfuse.graph import pipeline
 from tpfuse.graph.places import fingerprint
-from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, CANDIDATES
+from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, BATCH_INVARIANT, CANDIDATES
 from tpfuse.logs import logger
 from tpfuse.models.find_groups import find_groups
 from tpfuse.report import Recorder, Report
@@ -178,6 +178,11 @@ def _check_kernels(config: FusionConfig, model: torch.nn.Module) -> None:
         near = difflib.get_close_matches(config.allreduce_rms_kernel, known, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"unknown allreduce_rms_kernel {config.allreduce_rms_kernel!r}; the nearest valid one is {near!r}"
+        )
+    if config.batch_invariant and config.allreduce_rms_kernel not in (None, BATCH_INVARIANT):
+        raise ConfigError(
+            f"batch_invariant=True cannot be honoured by allreduce_rms_kernel {config.allreduce_rms_kernel!r}: only "
+            f"{BATCH_INVARIANT!r} computes a row alike in any batch"
         )
     tensor = next(iter((*model.parameters(), *model.buffers())), None)
     device = tensor.device.type if tensor is not None else "cpu"

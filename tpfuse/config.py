@@ -84,6 +84,8 @@ class FusionConfig:
     workspace_mb                       symmetric memory per process group on each rank, MiB; a group's first model decides
     peer_timeout_s                     how long a kernel waits for another rank, s (None: the process group's time-out)
     allreduce_rms_kernel               the kernel for every all-reduce + RMSNorm (None: the fastest measured for each size)
+    batch_invariant                    a token's bits do not depend on the batch that it is in, as far as operations of
+                                       tpfuse make them: one kernel for all row counts (docs/batch_invariance.md)
     token_count_from                   name of the forward argument whose leading dimensions count the tokens of a
                                        call: all dimensions of an integer tensor, all but the last of a floating one
                                        (None: ``input_ids``, ``inputs_embeds``, else the first tensor argument)
@@ -110,6 +112,7 @@ class FusionConfig:
     workspace_mb: float = 64
     peer_timeout_s: float | None = None
     allreduce_rms_kernel: str | None = None
+    batch_invariant: bool = False
     token_count_from: str | None = None
     token_boundaries: tuple[int, ...] = ()
 
@@ -129,6 +132,9 @@ class FusionConfig:
             _check_number(name, getattr(self, name), default=_default(name), fraction=name.endswith(("_mb", "_s")))
         if self.peer_timeout_s == 0:
             raise _bad("peer_timeout_s", self.peer_timeout_s, "a number above 0, or None", None)
+        if not isinstance(self.batch_invariant, bool):
+            nearest = bool(_nearest_switch(self.batch_invariant))
+            raise _bad("batch_invariant", self.batch_invariant, "True or False", nearest)
         for name, what in (("token_count_from", "an argument"), ("allreduce_rms_kernel", "a kernel")):
             given = getattr(self, name)
             if given is not None and not (isinstance(given, str) and given):
@@ -327,7 +333,7 @@ def _boundaries(value: Any) -> tuple[int, ...]:
 def _parse(name: str, text: str) -> Any:
     """The value of one "key=value" string; what does not convert stays a text, for the field's own check to refuse."""
     word = text.lower()
-    if name in FUSION_LEVELS and word in _TRUE + _FALSE:
+    if (name in FUSION_LEVELS or name == "batch_invariant") and word in _TRUE + _FALSE:
         return word in _TRUE
     if word in _NONE:
         return () if name == "token_boundaries" else None

@@ -1,6 +1,7 @@
 """Plain all-reduces: what nothing fused and is waited for at once becomes ``tpfuse::all_reduce`` where that pays.
 
-An all-reduce with work between it and its wait overlaps with that work, on a stream of its own: it is left to NCCL.
+An all-reduce with work between it and its wait overlaps with that work, on a stream of its own: it is left to NCCL. Not so
+where results must not depend on the batch: NCCL adds ranks up in an order that depends on the place in the message.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from torch.fx import Graph
 
 from tpfuse.graph.context import FUSION, Context
 from tpfuse.graph.nodes import ALL_REDUCE, WAIT, Node, dtype, emit, is_call, next_call, sole_user, value
-from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import DTYPES, Problem
+from tpfuse.kernels import REFERENCE, dispatch
+from tpfuse.kernels.candidates import BATCH_INVARIANT, DTYPES, Problem
 from tpfuse.ops.all_reduce import NAME, OP
 
 MOST_ELEMENTS = 1 << 31  # of a message whose size varies
@@ -24,13 +25,15 @@ def run(graph: Graph, context: Context) -> None:
         if not is_call(node, ALL_REDUCE):
             continue
         wait = sole_user(node)
-        if wait is None or not is_call(wait, WAIT) or not _fit(node) or next_call(node) is not wait:
+        overlaps = not context.batch_invariant and next_call(node) is not wait
+        if wait is None or not is_call(wait, WAIT) or not _fit(node) or overlaps:
             continue
-        kernels = _may_run(node, str(node.args[2]))
+        kernels = _in_rank_order(node) if context.batch_invariant else _may_run(node, str(node.args[2]))
         if not kernels:
             continue
+        name = BATCH_INVARIANT if context.batch_invariant else None
         with graph.inserting_before(node):
-            reduced = emit(graph, OP, (node.args[0], node.args[2], None), like=node)
+            reduced = emit(graph, OP, (node.args[0], node.args[2], name), like=node)
         wait.replace_all_uses_with(reduced)
         context.amend(node, kernel="/".join(kernels))
         context.rewrites += 1
@@ -40,6 +43,14 @@ def run(graph: Graph, context: Context) -> None:
 
 def _fit(node: Node) -> bool:
     return node.args[1] == "sum" and isinstance(node.args[2], str) and dtype(node) in DTYPES
+
+
+def _in_rank_order(node: Node) -> list[str]:
+    """Names of what sums in an order that no row count changes; none where that cannot run."""
+    device = value(node).device.type
+    if device == "cpu":
+        return [REFERENCE]
+    return [] if dispatch.obstacle(str(node.args[2]), device) else [BATCH_INVARIANT]
 
 
 def _may_run(node: Node, group_name: str) -> list[str]:

@@ -47,7 +47,7 @@ from tpfuse.graph.nodes import (
 )
 from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import DTYPES, Problem, Wish
+from tpfuse.kernels.candidates import BATCH_INVARIANT, DTYPES, Problem, Wish
 from tpfuse.ops import rms_norm
 from tpfuse.ops.all_reduce_rms_norm import NAME, OP
 
@@ -85,6 +85,9 @@ def _judge(norm: Node, chain: Chain, context: Context) -> tuple[str, list[str]]:
         return obstacle, []
     problem, most_rows = _problem(norm, chain, context)
     group, device = str(chain.all_reduce.args[2]), value(norm).device.type
+    unfit = dispatch.cannot(group, device, problem, BATCH_INVARIANT) if context.batch_invariant else ""
+    if unfit:
+        return f"batch_invariant, and the kernel for that cannot do it: {unfit}", []
     kernels = dispatch.may_run(group, device, problem, most_rows, context.wish)
     if device != "cpu":
         context.note(dispatch.told(group, problem, kernels, context.wish))

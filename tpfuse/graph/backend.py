@@ -26,7 +26,7 @@ from tpfuse.graph.context import FUSION, GEMM_COMMS, SEQUENCE_PARALLEL, Context
 from tpfuse.graph.places import Places
 from tpfuse.graph.replicated import unlike, weights
 from tpfuse.kernels import dispatch
-from tpfuse.kernels.candidates import Wish
+from tpfuse.kernels.candidates import BATCH_INVARIANT, Wish
 from tpfuse.logs import logger
 from tpfuse.report import Recorder
 from tpfuse.tokens import MOST_ROWS
@@ -124,7 +124,8 @@ class TpfuseBackend:
             self._make_arenas(names)
         start = time.perf_counter()
         megabytes = self.config.fi_allreduce_fusion_max_size_mb
-        wish = Wish(self.config.allreduce_rms_kernel, None if megabytes is None else int(megabytes * 2**20))
+        kernel = BATCH_INVARIANT if self.config.batch_invariant else self.config.allreduce_rms_kernel
+        wish = Wish(kernel, None if megabytes is None else int(megabytes * 2**20))
         fewest = self.config.sp_min_token_num
         replicated, differing = {}, {}
         asked = [name for name, alike in zip(names, answers, strict=True) if alike]
@@ -144,6 +145,7 @@ class TpfuseBackend:
             fewest,
             replicated,
             differing,
+            self.config.batch_invariant,
         )
         pipeline.run(module, context)
         self.recorder.graphs += 1

@@ -34,6 +34,7 @@ class Context:
     rows         the fewest and the most rows of a call
     sp_min_rows  rows from which they may be sharded; None: any number
     replicated   by group: inputs of the graph that are known to be no shards of weights
+    batch_invariant  only what computes a row alike in any batch may be put in
     unlike       by group: nodes that are known to have other constants on other ranks, or inputs other values
     """
 
@@ -49,9 +50,10 @@ class Context:
         sp_min_rows: int | None = None,
         replicated: Mapping[str, set[Node]] | None = None,
         unlike: Mapping[str, set[Node]] | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.fusions = fusions
-        self.ranks_alike = ranks_alike
+        self.ranks_alike, self.batch_invariant = ranks_alike, batch_invariant
         self.wish, self.rows, self.sp_min_rows = wish, rows, sp_min_rows
         self.replicated, self.unlike = replicated or {}, unlike or {}
         self.variant = variant

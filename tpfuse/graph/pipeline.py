@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from torch.fx import Graph, GraphModule
 
 from tpfuse.config import FUSION_LEVELS, FusionConfig, Resolved
+from tpfuse.errors import ConfigError
 from tpfuse.graph import (
     act_mul_quantize_fp8,
     all_gather_matmul,
@@ -71,6 +72,12 @@ OPS = {
 #: Those that no level turns on, with the reason.
 BY_NAME_ONLY = dict.fromkeys((SEQUENCE_PARALLEL, GEMM_COMMS), "only where it is asked for by name")
 
+#: Those whose results depend on the batch, with the reason.
+BATCH_DEPENDENT = {
+    SEQUENCE_PARALLEL: "batch_invariant, and the order in which a row is summed depends on the rank that it falls to",
+    GEMM_COMMS: "batch_invariant, and tilings of these GEMMs are chosen by the number of rows",
+}
+
 
 def unavailable() -> dict[str, str]:
     """Fusions that this version cannot do on any machine, with the reason."""
@@ -79,7 +86,10 @@ def unavailable() -> dict[str, str]:
 
 def resolve(config: FusionConfig) -> dict[str, Resolved]:
     """What the configuration comes to in this version. Raises ConfigError: it cannot be honoured."""
-    return config.resolve(unavailable(), BY_NAME_ONLY)
+    resolved = config.resolve(unavailable() | (BATCH_DEPENDENT if config.batch_invariant else {}), BY_NAME_ONLY)
+    if config.batch_invariant and not resolved[FUSION].on:
+        raise ConfigError(f"batch_invariant=True cannot be honoured without {FUSION}: {resolved[FUSION].reason}")
+    return resolved
 
 
 def group_names(graph: Graph, fusions: Mapping[str, Resolved]) -> list[str]:

@@ -18,6 +18,8 @@ from tpfuse.errors import ConfigError
 from tpfuse.tables import Choice
 
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = "all_reduce_rms_norm", "all_reduce"
+#: The kernel that computes a row alike whatever rows are beside it: its layout goes by the hidden size alone.
+BATCH_INVARIANT = "tpfuse_ring"
 FLASHINFER, NOT_PREPARED = "flashinfer", "not prepared"
 _LONGEST_ROW_BYTES = 64 << 10
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -174,6 +174,12 @@ def obstacle(group_name: str, device_type: str) -> str:
     return found if isinstance(found, str) else ""
 
 
+def cannot(group_name: str, device_type: str, problem: Problem, kernel: str) -> str:
+    """Why a candidate cannot do a problem, where there is no obstacle; "" if it can."""
+    found = of(group_name) if device_type != "cpu" else ""
+    return "" if isinstance(found, str) else CANDIDATES[problem.op][kernel].cannot(found.arena, problem)
+
+
 def may_run(group_name: str, device_type: str, problem: Problem, most_rows: int, wish: Wish = ANY) -> list[str]:
     """Names of what runs calls of ``problem.rows`` to ``most_rows`` rows, fewest rows first, where there is no obstacle.
 

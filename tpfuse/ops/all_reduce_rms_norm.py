@@ -5,6 +5,8 @@ T  tokens (all leading dimensions together)     D  hidden size
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -13,6 +15,7 @@ from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM, DTYPES, Wish, check_name
 from tpfuse.ops import library
 from tpfuse.ops.all_reduce import reference as all_reduce_reference
+from tpfuse.ops.all_reduce import sum_for
 from tpfuse.ops.arguments import check_floating, check_number, check_tensors, told
 from tpfuse.ops.library import needs_gradients
 from tpfuse.ops.rms_norm import normalize
@@ -32,9 +35,10 @@ def reference(
     weight_offset: float = 0.0,
     normed_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    sum_over_ranks: Callable[[torch.Tensor, str], torch.Tensor] = all_reduce_reference,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the operation means, as functional collectives and eager maths: each step rounds where a plain model rounds."""
-    total = all_reduce_reference(input, group)
+    total = sum_over_ranks(input, group)
     if bias is not None:
         total = total + bias
     if scale is not None:
@@ -71,7 +75,7 @@ def _run(
                 return results
         else:
             dispatch.refuse(NAME, kernel_name, group, found)
-    return reference(input, weight, group, eps, *arguments)
+    return reference(input, weight, group, eps, *arguments, sum_for(kernel_name))
 
 
 def _fake(
