@@ -35,6 +35,7 @@ def apply(
     *,
     group: dist.ProcessGroup | None = None,
     strict: bool = False,
+    verify: int | None = None,
     **compile_options: Any,
 ) -> torch.nn.Module:
     """Make the communication of a tensor-parallel model as fast as the machine allows, in place.
@@ -49,6 +50,9 @@ def apply(
     group    a tensor-parallel process group of the model, where it cannot be found on the model itself
     strict   raise StrictError after the first call if nothing (or nothing of what the config names) was fused; of
              ``enable_sp`` and ``fuse_gemm_comms`` with it, after the first of so many rows that they may be sharded
+    verify   compare every ``verify``-th call of each compiled graph, the first included, with the graph as it was before
+             tpfuse: each operation of tpfuse, on the values that it has there (docs/verify.md); None or 0: never, at no
+             cost. A call that is compared takes several times as long (12 on CPU ranks; not measured on GPUs)
     compile_options  as for ``torch.compile``: mode, options, dynamic, fullgraph
     returns  the same model
 
@@ -60,6 +64,7 @@ def apply(
 
     Raises ConfigError: bad configuration, a field asked for by name that this version, machine or model cannot honour,
     or an unsupported torch.
+    Calls raise VerificationError, on every rank of a group: with ``verify``, one of them has found a difference.
     Raises AgreementError: ranks differ in what they ask for, or another rank failed. Both are raised on every rank.
     """
     _check_model(model)
@@ -69,7 +74,7 @@ def apply(
     failure: TpfuseError | None = None
     request: Request | None = None
     try:
-        request = _request(model, config, strict, compile_options, found)
+        request = _request(model, config, strict, verify, compile_options, found)
     except TpfuseError as error:
         failure = error
     for each in found:  # all of them, also after a failure: the ranks of every group wait for this one's word
@@ -137,16 +142,21 @@ def _request(
     model: torch.nn.Module,
     config: Any,
     strict: bool,
+    verify: int | None,
     compile_options: dict[str, Any],
     found: list[dist.ProcessGroup],
 ) -> Request:
     environment.check()
     if not isinstance(strict, bool):
         raise ConfigError(f"strict must be True or False, got {strict!r}")
+    if verify is not None and (not isinstance(verify, int) or isinstance(verify, bool) or verify < 0):
+        raise ConfigError(f"verify must be None or a whole number of at least 0, got {verify!r}")
     known = [p for p in inspect.signature(torch.compile).parameters if p not in ("model", "backend", "disable")]
     for name in compile_options:
         if name not in known:
-            raise ConfigError(f"unknown argument {name!r}; apply takes config, group, strict and {', '.join(known)}")
+            raise ConfigError(
+                f"unknown argument {name!r}; apply takes config, group, strict, verify and {', '.join(known)}"
+            )
     options = CompileOptions.of(compile_options)
     options.check()
     loaded = FusionConfig.load(config)
@@ -162,10 +172,11 @@ def _request(
         "config": json.dumps(loaded.to_dict(), sort_keys=True),
         "sp_min_token_num, which is by each machine's table unless it is given": str(threshold.rows),
         "strict": str(strict),
+        "verify": str(verify or 0),
         "compile options": options.told,
         "model": f"{type(model).__name__} {fingerprint(model)}",
     }
-    return Request(settled, fusions, strict, options, proposal, threshold.source)
+    return Request(settled, fusions, strict, verify or 0, options, proposal, threshold.source)
 
 
 def _check_kernels(config: FusionConfig, model: torch.nn.Module) -> None:

@@ -88,6 +88,7 @@ class Request:
     config: FusionConfig
     fusions: Mapping[str, Resolved]
     strict: bool
+    verify: int
     compile_options: CompileOptions
     proposal: Mapping[str, str]  # what the ranks of every group must have in common
     sharding: str = ""  # from how many rows on they are sharded, and why
@@ -226,6 +227,7 @@ class AppliedModel:
             places=self.places,
             agree=_weakly(self, variant),
             config=self.request.config,
+            verify=self.request.verify,
             **{name: value for name, value in values.items() if name in for_backend},
         )
         rest = {name: value for name, value in values.items() if name not in ("mode", "options")}

@@ -42,6 +42,11 @@ class PeerTimeoutError(TpfuseError, RuntimeError):
     again."""
 
 
+class VerificationError(TpfuseError, RuntimeError):
+    """``verify``: an operation of a rewritten graph gives something else than the graph as it was, or ranks differ in what
+    they compare. The same message on every rank of the group."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line: its own first, or its kind if it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,6 +9,8 @@ user's after them.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,10 @@ from tpfuse.errors import ConfigError
 from tpfuse.graph import joint, pipeline
 from tpfuse.graph.context import FUSION, GEMM_COMMS, SEQUENCE_PARALLEL, Context
 from tpfuse.graph.places import Places
+from tpfuse.graph.provenance import Provenance
 from tpfuse.graph.replicated import unlike, weights
+from tpfuse.graph.shadow import BACKWARD, FORWARD, WHOLE
+from tpfuse.graph.verify import Verification
 from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import BATCH_INVARIANT, Wish
 from tpfuse.logs import logger
@@ -49,6 +54,8 @@ class TpfuseBackend:
     agree     called with the name of each process group in a graph, a digest of the graph, and whether it is one of
               training, before it is rewritten; returns whether the group's ranks are alike, the same answer on each of them
     config    sizes, time-outs and kernels that were asked for
+    verify    of which calls of a graph values are compared with the graph as it was: the first, and each so many later;
+              0: of none
     mode, options, dynamic  as for torch.compile's "inductor" backend
     """
 
@@ -65,16 +72,18 @@ class TpfuseBackend:
         places: Places | None = None,
         agree: Callable[[str, str, bool], bool] | None = None,
         config: FusionConfig | None = None,
+        verify: int = 0,
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
         dynamic: bool | None = None,
     ) -> None:
         self.fusions, self.recorder, self.variant, self.agree = fusions, recorder, variant, agree
         self.places = places or Places(None)
-        self.config, self.rows = config or FusionConfig(), rows
+        self.config, self.rows, self.verify = config or FusionConfig(), rows, verify
         self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
         self._compiling = variant  # of the graph that is being compiled: the variant, and whether it trains
         self._inputs: list[Any] = []  # of the graph that is being compiled, where known
+        self._verification: Verification | None = None  # of the same
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from torch._functorch import config as functorch_config
@@ -90,29 +99,44 @@ class TpfuseBackend:
         patches = {**self.inductor.config, _FIRST_PASS: _FirstPass(self, users)}
         start, self._compiling = time.perf_counter(), self.variant
         self.recorder.forget(self.places.refresh())
+        inner = functools.partial(self._inner_compile, [])
         try:
             with (
                 functorch_config.patch(enable_autograd_cache=False, bundled_autograd_cache=False),
                 config.patch(cache_key_tag=tag),
             ):
-                return compile_fx(module, example_inputs, inner_compile=self._inner_compile, config_patches=patches)
+                return compile_fx(module, example_inputs, inner_compile=inner, config_patches=patches)
         finally:
             self._inputs = []  # a backend lives as long as the process, a model need not
             seconds = self.recorder.compile_seconds
             seconds[self._compiling] = seconds.get(self._compiling, 0.0) + time.perf_counter() - start
 
-    def _inner_compile(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    def _inner_compile(
+        self, joints: list[Verification], module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        """Compile a graph of inference, or half of a joint graph. joints: its verification, for the other half, which torch
+        may compile much later."""
         from torch._inductor.compile_fx import compile_fx_inner
 
+        half = WHOLE
         if not kwargs.get("is_inference"):  # half of what ``rewrite`` has seen as a whole
+            half = BACKWARD if kwargs.get("is_backward") else FORWARD
             if not self.recorder.graphs:
                 self.recorder.warn(
                     "a training graph was compiled without tpfuse: Inductor's passes over joint graphs are off"
                 )
-            pipeline.finish(module, kwargs.get("is_backward", False))
+            pipeline.finish(module, half == BACKWARD)
         elif not module.meta.get(_REWRITTEN):
             self.rewrite(module)
-        return (type(self).codegen or compile_fx_inner)(module, example_inputs, **kwargs)
+        if self._verification is not None:
+            if half != WHOLE or self._verification.fits(module):
+                joints.append(self._verification)
+            else:
+                self.recorder.note("verify: a graph is not compared, for its weights were frozen into it")
+            self._verification = None
+        verified = joints[-1].in_front_of(module, half) if joints else None
+        compiled = (type(self).codegen or compile_fx_inner)(module, example_inputs, **kwargs)
+        return compiled if verified is None else verified(compiled)
 
     def rewrite(self, module: torch.fx.GraphModule) -> None:
         """Run the passes over one graph: of inference, or of forward and backward together. Collective."""
@@ -147,11 +171,22 @@ class TpfuseBackend:
             differing,
             self.config.batch_invariant,
         )
-        pipeline.run(module, context)
+        provenance = Provenance(module) if self.verify else None
+        with provenance.followed() if provenance else contextlib.nullcontext():
+            pipeline.run(module, context)
+        if provenance:
+            self._verify(Verification(provenance.pair(self.places), names, self.verify, digest if all(answers) else ""))
         self.recorder.graphs += 1
         seconds = time.perf_counter() - start
         self.recorder.pass_seconds += seconds
         _log.info("graph %d (rows: %s): %s; %.2f s", self.recorder.graphs, variant, context.told(), seconds)
+
+    def _verify(self, verification: Verification) -> None:
+        self._verification = verification
+        self.recorder.note(
+            f"verify: the first call of a graph and every {self.verify} later, {verification.compares} comparisons each "
+            f"({self._compiling})"
+        )
 
     def _make_arenas(self, group_names: Sequence[str]) -> None:
         """Symmetric memory for the groups of a graph: now, since no kernel can make it later, inside a CUDA graph.

@@ -17,15 +17,13 @@ _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def is_joint(graph: Graph) -> bool:
-    return any(_is_tangent(node) for node in graph.nodes)
+    return any(is_tangent(node) for node in graph.nodes)
 
 
 def tell_backward(graph: Graph) -> None:
     """Mark all that gradients are computed by: torch does not where an autograd.Function does it."""
     for node in graph.nodes:
-        if node.op == "call_function" and any(
-            _is_tangent(source) or is_backward(source) for source in node.all_input_nodes
-        ):
+        if node.op == "call_function" and any(is_tangent(source) or is_backward(source) for source in node.all_input_nodes):
             node.meta.setdefault(TAG, BACKWARD)
 
 
@@ -35,7 +33,7 @@ def outputs_of_tangents(graph: Graph) -> dict[Node, Node]:
     output = next(node for node in graph.nodes if node.op == "output")
     told = dict(zip(output.meta.get("desc") or (), output.args[0], strict=False))
     for node in graph.nodes:
-        if _is_tangent(node):
+        if is_tangent(node):
             found[node] = told.get(getattr(node.meta.get("desc"), "output", None))
     return found
 
@@ -69,5 +67,5 @@ def _is_ours(node: Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "namespace", "") == "tpfuse"
 
 
-def _is_tangent(node: Node) -> bool:
+def is_tangent(node: Node) -> bool:
     return node.op == "placeholder" and node.name.startswith("tangents")

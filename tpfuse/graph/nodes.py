@@ -48,6 +48,7 @@ COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
 
 WHERE, ORDER = "tpfuse_where", "tpfuse_order"  # places in the model, position in the graph (Context.locate)
 SHARDED = "tpfuse_sharded"  # marks a node that computes this rank's rows only
+ROWS_OF = "tpfuse_rows_of"  # (node, group): it has this rank's rows of that node's value, for ``verify``
 TAG, BACKWARD = "partitioner_tag", "is_backward"  # torch: which half of a joint graph a node is of
 RECOMPUTE = "recompute"  # torch: what activation checkpointing says about it
 #: What a new node takes over from the one it stands for; in training also of when that is computed.

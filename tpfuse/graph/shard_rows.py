@@ -20,6 +20,7 @@ from tpfuse.graph.nodes import (
     ALL_REDUCE,
     COPIES,
     REDUCE_SCATTER,
+    ROWS_OF,
     SHARDED,
     TAG,
     VIEWS,
@@ -85,6 +86,7 @@ class Rewriter:
             if root is node and root in self._kept:
                 with graph.inserting_before(node):
                     self._local[node] = self._scatter(node) if is_call(node, ALL_REDUCE) else self._compute(node)
+                self._local[node].meta[ROWS_OF] = node, self._rows.group
         inputs = [node.args[0] for node in members if is_call(node, ALL_REDUCE)]
         for node in reversed([node for node in members if node not in standing]):
             graph.erase_node(node)
@@ -177,6 +179,7 @@ class Rewriter:
             padded = self._pad(self._matrix(operand))
             stacked = self._emit(aten.reshape.default, (padded, list(blocks)), blocks, operand)
             self._sliced[operand] = self._emit(aten.select.int, (stacked, 0, self._rank), self._share, operand)
+            self._sliced[operand].meta[ROWS_OF] = operand, self._rows.group
         return self._sliced[operand]
 
     def _vector(self, operand: Node) -> Node:

@@ -7,11 +7,12 @@ remembered per kind of call.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import platform
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -162,6 +163,39 @@ def refuse(op: str, kernel: str | None, group_name: str, reason: str) -> None:
     """Raises ConfigError: a kernel was asked for by name, and the group has nothing to run it with."""
     if kernel not in (None, "nccl") and groups.size(group_name) > 1:
         raise ConfigError(f"kernel {kernel!r} cannot run {op}: {reason}")
+
+
+class _Watched(dict):
+    """The remembered choices, telling which are taken."""
+
+    def __init__(self, choices: dict, names: list[str]) -> None:
+        super().__init__(choices)
+        self._names = names
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._tell(super().get(key, default))
+
+    def __setitem__(self, key: Any, found: Any) -> None:
+        super().__setitem__(key, self._tell(found))
+
+    def _tell(self, found: Any) -> Any:
+        if isinstance(found, tuple):
+            self._names.append(found[0].name)
+        return found
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[str]]:
+    """Names of the candidates that calls in this block take, in their order; calls outside cost no more for it."""
+    names: list[str] = []
+    made = [each for each in _dispatchers.values() if isinstance(each, Dispatcher)]
+    for each in made:
+        each._chosen = _Watched(each._chosen, names)
+    try:
+        yield names
+    finally:
+        for each in made:
+            each._chosen = dict(each._chosen)
 
 
 def obstacle(group_name: str, device_type: str) -> str:
