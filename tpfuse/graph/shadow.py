@@ -178,11 +178,13 @@ class Shadow:
         return [*whole, *(each.node for each in self._expected.get(node, ()))]
 
     def _forget(self, steps: list[_Step]) -> None:
-        """Note with each step what is read by no later one."""
+        """Note with each step what is read by no later one. A collective reads its input until it is waited for."""
         seen = {*self._inputs}
         for step in reversed(steps):
-            sources = step.node.all_input_nodes
-            read = [*sources, *self._reads(step.node)] if step.rewritten else sources
+            started = [source for source in step.node.all_input_nodes if is_collective(source)]
+            read = [node for reader in (step.node, *started) for node in reader.all_input_nodes]
+            if step.rewritten:
+                read += [node for reader in (step.node, *started) for node in self._reads(reader)]
             for node in (step.node, *read):
                 if node not in seen:
                     seen.add(node)
