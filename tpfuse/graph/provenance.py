@@ -64,7 +64,7 @@ class Provenance:
         """Both graphs; to be called when the passes are done."""
         after, copies = _copied(self._module)
         expected = {
-            copy: tuple(Expected(self._copies[each.node], each.group) for each in self._of(node))
+            copy: tuple(Expected(_awaited(self._copies[each.node]), each.group) for each in self._of(node))
             for node, copy in copies.items()
         }
         where = {copy: ", ".join(node.meta.get(WHERE) or places.of(node)) for node, copy in copies.items()}
@@ -76,7 +76,7 @@ class Provenance:
 
     def _of(self, node: Node) -> tuple[Expected, ...]:
         """What a node stands for: itself, what it has replaced, what it has the rows of."""
-        found = dict.fromkeys([Expected(_awaited(node))] if node in self._copies else [])
+        found = dict.fromkeys([Expected(node)] if node in self._copies else [])
         found.update(self._taken.get(node.name, {}))
         if ROWS_OF in node.meta:
             whole, group = node.meta[ROWS_OF]
@@ -85,7 +85,7 @@ class Provenance:
 
 
 def _awaited(node: Node) -> Node:
-    """The wait for an all-reduce, before which its value may not be read."""
+    """The wait for an all-reduce, before which its value may not be read: in the graph before, which still has both."""
     wait: Node = sole_user(node) if is_call(node, ALL_REDUCE) else None
     return wait if is_call(wait, WAIT) else node
 
