@@ -17,6 +17,11 @@ LANGUAGES = ("python", "bash", "text", "json")
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 #: Texts in tpfuse/graph that no report shows.
 NOT_SHOWN = {
+    "a call of a verified graph",
+    "nothing more",
+    "… …, call …, …",
+    "rank …: …",
+    "…: differs by …, … times as much as rounding may",
     'File "(?P<file>[^"]+)", line (?P<line>\\d+)',
     "comparing weights",
     "comparing constants",
