@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import builtins
 import contextlib
 import dataclasses
 import difflib
@@ -14,15 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import eval_frame
+from torch._dynamo.utils import guard_failures
 from torch.distributed.tensor import DTensor
 
 from tpfuse import switch, tokens
 from tpfuse.comm import agreement, arena, groups
 from tpfuse.config import FusionConfig, Resolved, is_debugging
-from tpfuse.errors import ConfigError, StrictError, TpfuseError, first_line
+from tpfuse.errors import ConfigError, GroupError, StrictError, TpfuseError, first_line
 from tpfuse.graph.backend import TpfuseBackend, training_variant
 from tpfuse.graph.places import Places
 from tpfuse.models import generate, grad_hooks
+from tpfuse.models.find_groups import find_groups
 from tpfuse.report import Recorder, Report
 
 #: Graphs per variant before Dynamo gives up and runs eagerly. Prefill and decode, with two kinds of cache, in static and
@@ -109,6 +113,7 @@ class AppliedModel:
         self._tensor_parallel = frozenset(group.group_name for group in found)
         # By group, kind of graph and the model's modules, once the group's ranks have been asked.
         self._alike: dict[tuple[str, str, str], bool] = {}
+        self._groups: set[weakref.ref[dist.ProcessGroup]] = set()  # of graphs; names come again when groups are made anew
         self._callables: dict[tuple[int, bool, str], Callable] = {}
         self._succeeded: set[tuple[int, bool, str]] = set()  # keys of callables that have run
         self._boundaries = request.config.row_boundaries(request.fusions)
@@ -160,10 +165,10 @@ class AppliedModel:
             self._paused = before
 
     def _call(self, compile_options: CompileOptions, args: tuple, kwargs: dict[str, Any]) -> Any:
-        arena.check()
         as_it_is = self.previous_call or self.model._call_impl
         if torch.compiler.is_compiling():
             return as_it_is(*args, **kwargs)  # inside somebody else's torch.compile
+        arena.check()
         if switch.is_off():
             if self._debugging:
                 self._compare("tpfuse.disabled", compile_options)
@@ -171,6 +176,8 @@ class AppliedModel:
         if self._paused:
             self.recorder.note(f"{self._paused}: the model ran as it was before tpfuse.apply")
             return as_it_is(*args, **kwargs)
+        if not all(map(_lives, self._groups)):
+            self._start_anew()
         index = 0
         if self._boundaries:
             rows = tokens.count_tokens(self.model.forward, args, kwargs, self.request.config.token_count_from)
@@ -231,7 +238,9 @@ class AppliedModel:
             **{name: value for name, value in values.items() if name in for_backend},
         )
         rest = {name: value for name, value in values.items() if name not in ("mode", "options")}
-        return torch.compile(_entry(self.model), backend=backend, **rest)
+        entry = _entry(self.model)
+        weakref.finalize(entry, _forget, entry.__code__, backend).atexit = False
+        return torch.compile(entry, backend=backend, **rest)
 
     def _agree(self, variant: str, group_name: str, digest: str, training: bool) -> bool:
         """At a group's first graph, its first of training, and the first of each after modules were replaced: compare the
@@ -248,10 +257,27 @@ class AppliedModel:
             hooked = [n for n, m in self.model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
             proposal = {**self.request.proposal, **same_rows, "modules": self.places.fingerprint}
             group = groups.resolve(group_name)
+            self._groups.add(weakref.ref(group))
             self._alike[key] = agreement.agree(group, FIRST_CALL, proposal, may_differ=f"{digest} {hooked}")
             if not self._alike[key]:
                 self.recorder.warn("ranks have different graphs or forward hooks: their collectives are not changed")
         return self._alike[key]
+
+    def _start_anew(self) -> None:
+        """A group was destroyed. Graphs know it by its name, which another group may have by now: drop all of them.
+
+        Raises GroupError: a layer still has a destroyed group. Dynamo would take the other of that name without a word.
+        """
+        found = find_groups(self.model)
+        if not all(map(groups.exists, found)):
+            raise GroupError(agreement.DESTROYED)
+        self.groups, self._tensor_parallel = tuple(found), self._tensor_parallel | {group.group_name for group in found}
+        self._groups.clear()
+        self._alike.clear()
+        self._callables.clear()
+        self._succeeded.clear()
+        self.recorder.restart()
+        self.recorder.note("a process group was destroyed: the model was compiled anew")
 
     def _compare(self, variant: str, compile_options: CompileOptions) -> None:
         """TPFUSE_DEBUG: before a call, the ranks of tensor-parallel groups that a graph has compare which variant they
@@ -280,7 +306,12 @@ def applied_to(model: torch.nn.Module) -> AppliedModel | None:
     return found if isinstance(found, AppliedModel) else None
 
 
-def _entry(model: torch.nn.Module) -> Callable:
+def _lives(reference: weakref.ref[dist.ProcessGroup]) -> bool:
+    group = reference()
+    return group is not None and groups.exists(group)
+
+
+def _entry(model: torch.nn.Module) -> types.FunctionType:
     """A function that calls the model and has a code object and a name of its own.
 
     Dynamo keeps compiled graphs per code object, and what it learnt about inputs (this size, or this epsilon, varies) per
@@ -293,7 +324,20 @@ def _entry(model: torch.nn.Module) -> Callable:
 
     name = f"{type(model).__name__}_{next(_entries)}"
     code = forward.__code__.replace(co_name=name)
-    return types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
+    variables = {"__name__": __name__, "__builtins__": builtins}  # Dynamo puts what it compiles among them
+    return types.FunctionType(code, variables, name, forward.__defaults__, forward.__closure__)
+
+
+def _forget(code: types.CodeType, backend: TpfuseBackend) -> None:
+    """Free what Dynamo has compiled for an entry that is gone.
+
+    Left alone, it keeps that for as long as it keeps the code object, which it keeps for as long as that.
+    """
+    eval_frame.remove_from_cache(code)
+    guard_failures.pop(code, None)
+    for key, kept in list(eval_frame.cached_backends.items()):
+        if getattr(kept, "compiler_fn", kept) is backend:
+            del eval_frame.cached_backends[key]
 
 
 def _weakly(applied: AppliedModel, variant: str) -> Callable[[str, str, bool], bool]:

@@ -45,15 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _demo(args: list[str]) -> int:
     """Check the arguments here, where an error is one line, then start the ranks."""
-    from tpfuse import demo
+    from tpfuse.demo import arguments
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(
-        "--nproc-per-node", type=demo.positive, default=2, metavar="N", help="ranks on this machine (default: 2)"
-    )
-    demo.parse(args, prog="tpfuse demo", parents=[parser])
+    told = "ranks on this machine (default: as many as the mesh has, else 2)"
+    parser.add_argument("--nproc-per-node", type=arguments.positive, metavar="N", help=told)
+    parsed = arguments.parse(args, prog="tpfuse demo", parents=[parser])
     launch, rest = parser.parse_known_args(args)
-    return _start_ranks(["-m", "tpfuse.demo"], launch.nproc_per_node, rest)
+    ranks = launch.nproc_per_node or (arguments.ranks(parsed.mesh) if parsed.mesh else 2)
+    return _start_ranks(["-m", "tpfuse.demo"], ranks, rest)
 
 
 def _tune(args: list[str]) -> int:

@@ -107,6 +107,11 @@ class Recorder:
         """Drop what was decided for a variant: it does not run."""
         self._sites = {site: None for site in self._sites if site.variant != variant}
 
+    def restart(self) -> None:
+        """Drop what was decided for all variants: none of them runs any more."""
+        self._sites.clear()
+        self.graphs = 0
+
     def forget(self, paths: Set[str]) -> None:
         """Drop what was decided at these modules: the model has others there now."""
         kept = {site: None for site in self._sites if _AT.sub("", site.where) not in paths}

@@ -221,35 +221,7 @@ def test_epsilon_is_the_models_own(two_ranks):
         assert found["epsilons"] == pytest.approx([0.30151, 0.70711, 1.0, 3.0], abs=1e-5)
 
 
-# -- four ranks: groups that are not the world --------------------------------------------------------------------------
-
-
-def _four_ranks(rank: int) -> dict[str, object]:
-    # Every rank makes every group, in one order.
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    swapped = [dist.new_group([1, 0]), dist.new_group([3, 2])]
-    crossed = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine, turned = pairs[rank // 2], swapped[rank // 2]
-    across = crossed[rank % 2]
-    found: dict[str, object] = {}
-    with interpret_graphs():
-        model = tpfuse.apply(Stack(mine, seed=rank // 2), strict=True)
-        counts = (3, 5, 7) if rank < 2 else (8, 8, 8)  # the other group is never waited for
-        found["pairs"] = max(largest_difference(model, t) for t in counts)
-        found["group"] = {s.group for s in tpfuse.explain(model).sites if s.op == "all_reduce"} == {mine.group_name}
-        found["reversed"] = largest_difference(tpfuse.apply(Stack(turned), strict=True), 5)
-        found["crossed"] = largest_difference(tpfuse.apply(Stack(across), strict=True), 5)
-        found["world"] = largest_difference(tpfuse.apply(Stack(dist.group.WORLD), strict=True), 5)
-    return found
-
-
-def test_groups_within_a_larger_world():
-    for found in spawn(_four_ranks, 4, timeout_s=240):
-        assert found.pop("group")
-        assert all(error < FP32 for error in found.values()), found
-
-
-# -- other sizes, and groups made anew -----------------------------------------------------------------------------------
+# -- other sizes ---------------------------------------------------------------------------------------------------------
 
 
 def _few_tokens(rank: int) -> dict[int, float]:
@@ -266,24 +238,3 @@ def test_group_sizes_that_are_no_power_of_two():
     found = spawn(_few_tokens, 6, timeout_s=240)
     assert [sorted(each) for each in found] == [[3, 5, 6]] * 3 + [[5, 6]] * 2 + [[6]]
     assert max(error for each in found for error in each.values()) < FP32
-
-
-def _cycles(rank: int, ports: list[int]) -> list[float]:
-    errors = []
-    with interpret_graphs():
-        for cycle, port in enumerate(ports):
-            order = rank if cycle % 2 == 0 else 1 - rank
-            dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=order, world_size=2)
-            model = tpfuse.apply(Stack(dist.group.WORLD))
-            errors += [largest_difference(model, t) for t in (4, 9)]
-            torch._dynamo.reset()
-            dist.destroy_process_group()
-    return errors
-
-
-def test_groups_destroyed_and_made_anew():
-    stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
-    ports = [store.port for store in stores]
-    del stores
-    for errors in spawn(_cycles, 2, ports, backend="", timeout_s=180):
-        assert len(errors) == 6 and max(errors) < FP32

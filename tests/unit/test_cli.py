@@ -53,6 +53,23 @@ def test_demo_starts_its_ranks(started):
     assert started == [["--standalone", "--nproc-per-node", "3", "-m", "tpfuse.demo", "--layers", "1"]]
 
 
+def test_demo_has_a_rank_for_each_place_of_its_mesh(started):
+    assert cli.main(["demo", "--mesh", "tp2xdp2"]) == 0
+    assert cli.main(["demo", "--mesh", "pp3xTP2", "--nproc-per-node", "1"]) == 0  # several machines may have the others
+    assert started == [
+        ["--standalone", "--nproc-per-node", "4", "-m", "tpfuse.demo", "--mesh", "tp2xdp2"],
+        ["--standalone", "--nproc-per-node", "1", "-m", "tpfuse.demo", "--mesh", "pp3xTP2"],
+    ]
+
+
+@pytest.mark.parametrize("mesh", ["", "2", "tp", "tp0", "tp2xep2", "tp2xtp2", "tp2 x dp2", "tp2xdp"])
+def test_no_mesh(capsys, started, mesh):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["demo", "--mesh", mesh])
+    assert caught.value.code == 2 and not started
+    assert f"must be like tp2, tp2xdp2 or tp2xpp2, got {mesh!r}" in capsys.readouterr().err
+
+
 def test_tune_starts_a_rank_per_gpu(monkeypatch, started):
     devices(monkeypatch, 4)
     assert cli.main(["tune", "--hidden", "64", "--fresh"]) == 0

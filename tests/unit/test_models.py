@@ -14,7 +14,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import tpfuse
 from tpfuse import tokens
 from tpfuse.models import grad_hooks
+from tpfuse.models.families import build, family_config
 from tpfuse.models.find_groups import find_groups
+from tpfuse.models.stages import split
 from tpfuse.testing import fake_world, interpret_graphs
 
 # -- gradient hooks ----------------------------------------------------------------------------------------------------
@@ -109,6 +111,47 @@ def test_groups_kept_as_attributes():
         model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
         model[0].tp_group, model[1].pp_group, model[2].tp_group, model[3].tensor_mesh = first, second, first, mesh
         assert _names(model) == [first.group_name, mesh.get_group().group_name]  # a pipeline's ranks hold other modules
+
+
+def test_groups_of_meshes_with_names():
+    """A dimension that is tensor parallel by its name, also of a mesh that no attribute calls so; FSDP's is another."""
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        tp = mesh.get_group("tp").group_name
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model[0].device_mesh = mesh
+        assert _names(model) == [tp]
+        model[0].device_mesh = mesh["dp"]
+        assert _names(model) == []
+        model[0].weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]))
+        model[1].weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["dp"], [Shard(0)]))
+        assert _names(model) == [tp]
+        model[0].weight = torch.nn.Parameter(torch.ones(4, 4))
+        assert _names(model) == [mesh.get_group("dp").group_name], "no name tells which it is"
+
+
+# -- stages of a pipeline --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "layers", "count"), [("llama", 3, 2), ("granite", 2, 2), ("gemma3", 3, 3)])
+def test_stages_are_the_model(family, layers, count):
+    config = family_config(family, num_hidden_layers=layers)
+    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+    parts = [split(build(config, "cpu", torch.float32), stage, count) for stage in range(count)]
+    with torch.no_grad():
+        expected, x = build(config, "cpu", torch.float32)(ids, use_cache=False).logits, ids
+        for part in parts:
+            x = part(x)
+    assert (x - expected).abs().max() < 1e-6
+    numbers = [{name.split(".")[3] for name, _ in part.named_parameters() if ".layers." in name} for part in parts]
+    assert sorted(number for each in numbers for number in each) == [str(number) for number in range(layers)]
+    assert max(map(len, numbers)) - min(map(len, numbers)) <= 1 and len(numbers[0]) >= len(numbers[-1])
+
+
+@pytest.mark.parametrize(("stage", "count"), [(0, 3), (2, 2), (-1, 2)])
+def test_stages_that_cannot_be(stage, count):
+    with pytest.raises(ValueError, match=f"stage {stage} of {count} cannot be had of a model of 2 layers"):
+        split(build(family_config("llama"), "cpu", torch.float32), stage, count)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from tpfuse.comm import groups
 from tpfuse.errors import AgreementError, GroupError, TpfuseError
 
 _SUBJECT = "_subject"
+DESTROYED = "the model has a process group that was destroyed: give its layers the new one"
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -37,7 +38,7 @@ def agree(
     Raises the failure on the rank that had one, AgreementError on the others and on all if proposals differ.
     """
     if not groups.exists(group):
-        raise failure or GroupError("the model has a process group that was destroyed: give its layers the new one")
+        raise failure or GroupError(DESTROYED)
     if groups.has_peers(group):
         told = f"{type(failure).__name__}: {failure}" if failure else ""
         everybody = exchange(group, subject, {"failure": told, "may_differ": may_differ, **proposal})

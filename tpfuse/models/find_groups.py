@@ -2,7 +2,7 @@
 
 DTensor parameters (``parallelize_module``, Hugging Face ``tp_plan``) carry their device mesh: the groups are those of the
 mesh dimensions that a parameter is sharded over. Hand-written layers usually keep their group, or mesh, as an attribute
-with "tp" or "tensor" in its name (Megatron's ``tp_group``).
+with "tp" or "tensor" in its name (Megatron's ``tp_group``), or a mesh that has a dimension of such a name.
 Where neither is so, the groups only become known from the collectives in the graph; that is no failure.
 """
 
@@ -23,26 +23,34 @@ _TENSOR_PARALLEL_NAME = re.compile(r"(?<![a-z])tp(?![a-z])|tensor", re.IGNORECAS
 def find_groups(model: torch.nn.Module) -> list[dist.ProcessGroup]:
     """Process groups that the model's layers name, in order of first appearance; empty if none does.
 
-    Data-parallel dimensions are left out: a parameter that is only replicated over a mesh dimension says nothing about
-    it, and FSDP's sharding (dim 0 of every parameter over its own mesh) is not told apart here, but costs no more than
-    an exchange with ranks that call ``apply`` too.
+    Data-parallel dimensions are left out: those that parameters are only replicated over, and, where a parameter's mesh
+    has a dimension of such a name, all others (FSDP's sharding). Without names FSDP's are not told apart, but cost no more
+    than an exchange with ranks that call ``apply`` too.
     Raises GroupError: a mesh's group was destroyed. (A group that the model itself holds is given, whatever became of it.)
     """
     found: dict[str, dist.ProcessGroup] = {}
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if isinstance(each, DTensor)]
+    any_named = any(_named(each.device_mesh) for each in tensors)
+    for tensor in tensors:
+        mesh = tensor.device_mesh
+        for dim in _named(mesh) if any_named else range(mesh.ndim):
+            if isinstance(tensor.placements[dim], Shard):
+                _add(found, _of_mesh(mesh, dim))
     for module in model.modules():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if isinstance(tensor, DTensor):
-                for dim, placement in enumerate(tensor.placements):
-                    if isinstance(placement, Shard):
-                        _add(found, _of_mesh(tensor.device_mesh, dim))
         for name, attribute in vars(module).items():
-            if not _TENSOR_PARALLEL_NAME.search(name):
-                continue  # a pipeline's or an expert's group: its ranks hold other modules
-            if isinstance(attribute, dist.ProcessGroup):
+            # Without such a name it may be a pipeline's or an expert's: its ranks hold other modules.
+            named = bool(_TENSOR_PARALLEL_NAME.search(name))
+            if named and isinstance(attribute, dist.ProcessGroup):
                 _add(found, attribute)
-            elif isinstance(attribute, DeviceMesh) and attribute.ndim == 1:
-                _add(found, _of_mesh(attribute, 0))
+            elif isinstance(attribute, DeviceMesh):
+                for dim in _named(attribute) or ([0] if named and attribute.ndim == 1 else []):
+                    _add(found, _of_mesh(attribute, dim))
     return list(found.values())
+
+
+def _named(mesh: DeviceMesh) -> list[int]:
+    """Dimensions of the mesh that are tensor parallel by their name."""
+    return [dim for dim, name in enumerate(mesh.mesh_dim_names or ()) if _TENSOR_PARALLEL_NAME.search(name)]
 
 
 def _of_mesh(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
