@@ -14,7 +14,8 @@ import pytest
 from torch.distributed import run as torchrun
 
 from tests.docs.blocks import FILES, ROOT, Block, blocks, commands
-from tpfuse import cli, demo
+from tpfuse import cli
+from tpfuse.demo import arguments as demo_arguments
 from tpfuse.tuner import arguments
 
 COMMANDS = [(block, command) for path in FILES for block in blocks(path, "bash") for command in commands(block)]
@@ -60,7 +61,7 @@ def _tpfuse(block: Block, words: list[str]) -> None:
         assert int(rest[at + 1]) > 0
         rest = rest[:at] + rest[at + 2 :]
     if command == "demo":
-        demo.parse(rest)
+        demo_arguments.parse(rest)
     elif command == "tune":
         arguments.parse(rest)
     else:
@@ -86,7 +87,7 @@ def _torchrun(block: Block, words: list[str]) -> None:
     args = torchrun.get_args_parser().parse_args(words[1:])
     if args.module:
         assert args.training_script == "tpfuse.demo"
-        demo.parse(args.training_script_args)
+        demo_arguments.parse(args.training_script_args)
     else:
         shown = {b.path for b in blocks(block.path, "python")}
         assert (ROOT / args.training_script).is_file() or shown, f"no {args.training_script}"
