@@ -124,9 +124,11 @@ class Backend(TpfuseBackend):
         self.graphs: list[torch.fx.GraphModule] = []
         self.guards: list[list[str]] = []
 
-    def _inner_compile(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    def _inner_compile(
+        self, joints: list, module: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
         self.graphs.append(module)
-        result = super()._inner_compile(module, example_inputs, **kwargs)
+        result = super()._inner_compile(joints, module, example_inputs, **kwargs)
         self.guards.append(_guards(example_inputs))
         return result
 

@@ -112,8 +112,8 @@ def _strictly_nothing(group):
 
 
 def _strictly_not_what_was_named(group):
-    """All-reduces are fused, but no rows are sharded where a call has fewer than that."""
-    _call(_applied(group, {"enable_sp": True, "sp_min_token_num": 100}, strict=True))
+    """Norms take all all-reduces, and no GEMM is left to join one."""
+    _call(_applied(group, {"fuse_gemm_comms": True}, strict=True))
 
 
 def _config(tmp_path, text):
@@ -144,12 +144,12 @@ APPLY: dict[str, tuple[Callable[[Any, pathlib.Path], Any], type[Exception], tupl
     "group: destroyed before the first call": (
         lambda g, t: _gone_before_a_call(False), GroupError, ("no process group named", "destroyed")),
     "group: destroyed between calls": (
-        lambda g, t: _gone_before_a_call(True), GroupError, ("no process group named", "destroyed")),
+        lambda g, t: _gone_before_a_call(True), GroupError, ("process group that was destroyed", "give its layers the new one")),
     "group: cannot be pickled": (lambda g, t: pickle.dumps(g), TypeError, ("ProcessGroup",)),
     "strict: a text": (lambda g, t: _applied(g, strict="yes"), ConfigError, ("strict must be True or False", "'yes'")),
     "strict: nothing fused": (lambda g, t: _strictly_nothing(g), StrictError, ("no site", "any fusion")),
     "strict: not what was named": (
-        lambda g, t: _strictly_not_what_was_named(g), StrictError, ("no site", "enable_sp")),
+        lambda g, t: _strictly_not_what_was_named(g), StrictError, ("no site", "fuse_gemm_comms")),
     "option: unknown": (lambda g, t: _applied(g, fulgraph=True), ConfigError, ("unknown argument 'fulgraph'", "fullgraph")),
     "option: backend": (lambda g, t: _applied(g, backend="eager"), ConfigError, ("unknown argument 'backend'",)),
     "option: mode": (lambda g, t: _applied(g, mode="fast"), ConfigError, ("mode=fast", "reduce-overhead")),
