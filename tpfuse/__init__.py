@@ -11,6 +11,7 @@ from tpfuse.errors import (
     PeerTimeoutError,
     StrictError,
     TpfuseError,
+    VerificationError,
 )
 from tpfuse.report import Report, Site
 from tpfuse.switch import disabled
@@ -28,6 +29,7 @@ __all__ = [
     "Site",
     "StrictError",
     "TpfuseError",
+    "VerificationError",
     "__version__",
     "apply",
     "check",

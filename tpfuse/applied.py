@@ -169,6 +169,8 @@ class AppliedModel:
         if torch.compiler.is_compiling():
             return as_it_is(*args, **kwargs)  # inside somebody else's torch.compile
         arena.check()
+        if not all(map(_lives, self._groups)):
+            self._start_anew()
         if switch.is_off():
             if self._debugging:
                 self._compare("tpfuse.disabled", compile_options)
@@ -176,8 +178,6 @@ class AppliedModel:
         if self._paused:
             self.recorder.note(f"{self._paused}: the model ran as it was before tpfuse.apply")
             return as_it_is(*args, **kwargs)
-        if not all(map(_lives, self._groups)):
-            self._start_anew()
         index = 0
         if self._boundaries:
             rows = tokens.count_tokens(self.model.forward, args, kwargs, self.request.config.token_count_from)

@@ -234,7 +234,7 @@ class FusionConfig:
 
     def asked_of_kernels(self) -> list[str]:
         """ "field=value" of what was set and means nothing without kernels over symmetric memory."""
-        asked = {name: getattr(self, name) for name in ("workspace_mb", "allreduce_rms_kernel")}
+        asked = {name: getattr(self, name) for name in ("workspace_mb", "allreduce_rms_kernel", "batch_invariant")}
         return [f"{name}={value}" for name, value in asked.items() if value not in (_default(name), "nccl")]
 
     def row_boundaries(self, resolved: Mapping[str, Resolved]) -> tuple[int, ...]:

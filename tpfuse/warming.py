@@ -98,10 +98,10 @@ def _agree(applied: AppliedModel, proposal: dict[str, str], failure: TpfuseError
 
 
 def _counts(given: Iterable[int]) -> list[int]:
-    counts = list(dict.fromkeys(given)) if isinstance(given, Iterable) and not isinstance(given, str) else []
+    counts = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
     if not counts or not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts):
         raise ConfigError(f"token_counts must be positive whole numbers, at least one, got {given!r}")
-    return counts
+    return list(dict.fromkeys(counts))
 
 
 def _run(applied: AppliedModel, inputs: Inputs | None, call: Callable[[int], Any] | None) -> Callable[[int], Any]:

@@ -144,7 +144,7 @@ APPLY: dict[str, tuple[Callable[[Any, pathlib.Path], Any], type[Exception], tupl
     "group: destroyed before the first call": (
         lambda g, t: _gone_before_a_call(False), GroupError, ("no process group named", "destroyed")),
     "group: destroyed between calls": (
-        lambda g, t: _gone_before_a_call(True), GroupError, ("process group that was destroyed", "give its layers the new one")),
+        lambda g, t: _gone_before_a_call(True), GroupError, ("process group that was destroyed", "the new one")),
     "group: cannot be pickled": (lambda g, t: pickle.dumps(g), TypeError, ("ProcessGroup",)),
     "strict: a text": (lambda g, t: _applied(g, strict="yes"), ConfigError, ("strict must be True or False", "'yes'")),
     "strict: nothing fused": (lambda g, t: _strictly_nothing(g), StrictError, ("no site", "any fusion")),

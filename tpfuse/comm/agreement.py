@@ -7,6 +7,7 @@ group's key-value store, not through a collective: it cannot pair up with a coll
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
 
@@ -61,6 +62,7 @@ def exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> li
     try:
         store.set(keys[group.rank()], json.dumps({**mine, _SUBJECT: subject}))
         store.wait(keys, timeout)
+        everybody = [json.loads(store.get(key)) for key in keys]
     except RuntimeError as error:
         try:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -71,10 +73,12 @@ def exchange(group: dist.ProcessGroup, subject: str, mine: dict[str, str]) -> li
             f"rank(s) {missing} of {name} did not reach {subject} within the time-out of {seconds}: they have died, hang, "
             "or do something else"
         ) from error
-    everybody = [json.loads(store.get(key)) for key in keys]
-    if store.add(f"{prefix}/read", 1) == group.size():  # the last reader: a later group of that name must not find these
-        for key in (*keys, f"{prefix}/read"):
-            store.delete_key(key)
+    with contextlib.suppress(RuntimeError):  # the rank that keeps the store may have all it needs, and end
+        if (
+            store.add(f"{prefix}/read", 1) == group.size()
+        ):  # the last reader: a later group of that name must not find these
+            for key in (*keys, f"{prefix}/read"):
+                store.delete_key(key)
     subjects = [each.pop(_SUBJECT) for each in everybody]
     if len(set(subjects)) > 1:
         told = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(subjects))

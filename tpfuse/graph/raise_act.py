@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from tpfuse.graph.context import ACT_QUANT, Context
+from tpfuse.graph.joint import is_joint
 from tpfuse.graph.nodes import (
     ADD,
     CONVERT,
@@ -30,7 +31,9 @@ from tpfuse.ops import act_mul
 
 
 def run(graph: Graph, context: Context) -> None:
-    for node in list(graph.nodes) if context.fusions[ACT_QUANT].on else ():
+    if not context.fusions[ACT_QUANT].on or is_joint(graph):
+        return  # training: as for quantisation, which this is for
+    for node in list(graph.nodes):
         gate = _silu_of(node)
         product = sole_user(node) if gate is not None else None
         operands = plain_binary(product, MUL)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import Graph
 
 from tpfuse.graph.context import NORM_QUANT, Context
@@ -25,8 +24,10 @@ from tpfuse.graph.nodes import (
     next_call,
     plain_binary,
     same_shape,
+    value,
 )
 from tpfuse.graph.quantised import choose, is_stored, needed_elsewhere, release, replace
+from tpfuse.kernels import quantize
 from tpfuse.ops import quantize_fp8, rms_norm
 from tpfuse.ops.rms_norm_quantize_fp8 import NAME, OP
 
@@ -75,11 +76,7 @@ def _obstacle(norm: Node) -> str:
     x, weight, _, _, normed_dtype, out_dtype = norm.args
     if out_dtype is not dtype(x):
         return f"the norm gives {out_dtype} of {dtype(x)}"
-    if normed_dtype not in (None, torch.float32, dtype(x)):
-        return f"the normalised value is rounded to {normed_dtype}"
-    if weight is not None and dtype(weight) is torch.float64:
-        return "a float64 weight"
-    return ""
+    return quantize.norm_cannot(value(x).dtype, dtype(weight) if weight is not None else None, normed_dtype)
 
 
 def _rewrite(graph: Graph, node: Node, norm: Node, summands: tuple[Node, ...]) -> None:

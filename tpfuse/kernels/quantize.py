@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tpfuse.kernels.aligned import aligned
+
 DTYPES = (torch.bfloat16, torch.float16)
 LONGEST_ROW = 16384  # elements that one program keeps in registers
 _LONGEST_NORM = 8192  # elements: above, registers were seen to limit how much of memory's speed is reached
@@ -41,6 +43,13 @@ def cannot(x: torch.Tensor, recipe: Recipe, static: bool, whole_rows: bool) -> s
     if (whole_rows or (not static and group == size)) and size > LONGEST_ROW:
         return f"a row of {size} elements is longer than {LONGEST_ROW}"
     return ""
+
+
+def norm_cannot(dtype: torch.dtype, weight_dtype: torch.dtype | None, normed_dtype: torch.dtype | None) -> str:
+    """What of a norm of values of ``dtype`` the kernel cannot do; "" if it can all."""
+    if normed_dtype not in (None, torch.float32, dtype):
+        return f"the normalised value is rounded to {normed_dtype}"
+    return "a float64 weight" if weight_dtype == torch.float64 else ""
 
 
 def why_not_faster(norm: bool, group: int | None, static: bool, size: int, rows: int, stored: bool) -> str:
@@ -81,7 +90,7 @@ def rms_norm_quantize_fp8(
     normed, total = (x.new_empty(x.shape if there else 0) for there in (keep_normed, residual is not None))
     block = _power_of_two(size)
     groups = scales.shape[-1]
-    arguments = (rows, summands, weight, normed, total, values, scales, given, size, rows.stride(0), groups, 1)
+    arguments = (rows, summands, aligned(weight), normed, total, values, scales, given, size, rows.stride(0), groups)
     switches = (block, residual is not None, weight is not None, bool(weight_offset), normed_dtype == x.dtype, keep_normed)
     numbers = (float(eps), float(weight_offset), float(recipe[2]))
     warps = min(32, max(1, block // 256)) if rows.shape[0] < _MANY_ROWS else min(16, max(4, block // 1024))
@@ -106,7 +115,7 @@ def act_mul_quantize_fp8(
     product = gate.new_empty(gate.shape if keep_product else 0)
     block, warps = _act_layout(size, gates.shape[0], 1 if scale is not None else recipe[0])
     groups = scales.shape[-1]
-    arguments = (gates, ups, product, values, scales, given, size, gates.stride(0), ups.stride(0), groups, 1)
+    arguments = (gates, ups, product, values, scales, given, size, gates.stride(0), ups.stride(0), groups)
     grid = (gates.shape[0], -(-size // block), 1)
     _launch(kernel, grid, (*arguments, float(recipe[2])), (block, _ACTIVATIONS[act], keep_product, *constants), warps)
     return values, scales, product

@@ -10,7 +10,7 @@ import torch
 from tpfuse.kernels import quantize
 from tpfuse.ops import library
 from tpfuse.ops.act_mul import ACTIVATIONS, activate
-from tpfuse.ops.quantize_fp8 import SCHEMA, Recipe, quantized, require_fp8, scale_shape
+from tpfuse.ops.quantize_fp8 import SCHEMA, Recipe, check_fp8, quantized, scale_shape
 
 NAME = "act_mul_quantize_fp8"
 
@@ -19,7 +19,7 @@ def _run(gate, up, act, keep_product, dtype, scale=None, *recipe):
     how = Recipe(*recipe)
     if gate.numel() and not quantize.cannot(gate, how.arguments, scale is not None, False):
         return quantize.act_mul_quantize_fp8(gate, up, act, keep_product, dtype, scale, how.arguments)
-    product = activate(gate, up, act)
+    product = activate(gate, up, act).contiguous()
     values, scales = quantized(product, dtype, scale, how)
     return values, scales, product if keep_product else gate.new_empty(0)
 
@@ -61,7 +61,7 @@ def act_mul_quantize_fp8(
     (compute capability 8.9 or more; scales of tokens: D up to 16384; groups of a power of two) one Triton kernel, else
     these operations. No gradients. Raises ValueError: a shape or dtype other than the above.
     """
-    require_fp8(NAME, gate, dtype, scale)
+    check_fp8(NAME, {"gate": gate, "up": up}, {}, dtype, scale, recipe)
     if act not in ACTIVATIONS:
         raise ValueError(f"{NAME}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
     if up.shape != gate.shape or up.dtype != gate.dtype:

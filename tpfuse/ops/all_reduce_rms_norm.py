@@ -137,7 +137,8 @@ class Differentiable(torch.autograd.Function):
         factor = scale_tensor if ctx.scale is None else ctx.scale
         of_sum = of_total if factor is None else of_total * factor
         of_bias = of_sum.reshape(-1, of_sum.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
-        return of_sum, of_weight, of_total, of_bias, *[None] * 8
+        of_residual = of_total if ctx.needs_input_grad[2] else None
+        return of_sum, of_weight, of_residual, of_bias, *[None] * 8
 
 
 def all_reduce_rms_norm(

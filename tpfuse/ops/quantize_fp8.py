@@ -10,10 +10,13 @@ T  tokens (all leading dimensions together)     D  hidden size     G  group size
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from tpfuse.ops import library
+from tpfuse.ops.arguments import check_floating, check_tensors, told
 from tpfuse.ops.library import needs_gradients
 from tpfuse.ops.matmul import FP8
 
@@ -51,10 +54,9 @@ class Recipe:
 
     def check(self, size: int) -> None:
         """Raises ValueError: rows of ``size`` elements cannot be quantised so."""
-        if self.group is not None and (self.group < 1 or size % self.group):
+        if self.group is not None and (not isinstance(self.group, int) or self.group < 1 or size % self.group):
             raise ValueError(f"a recipe's group must divide the row of {size} elements, got {self.group}")
-        if not self.scale_dtype.is_floating_point:
-            raise ValueError(f"a recipe's scale_dtype must be floating, got {self.scale_dtype}")
+        check_floating("recipe", "scale_dtype", self.scale_dtype)
 
 
 def scale_shape(shape: torch.Size | tuple[int, ...], group: int | None) -> list[int]:
@@ -65,7 +67,9 @@ def scale_shape(shape: torch.Size | tuple[int, ...], group: int | None) -> list[
 def dynamic_scale(x: torch.Tensor, recipe: Recipe, dtype: torch.dtype) -> torch.Tensor:
     """The fp32 scales of x [..., D] for values of the FP8 ``dtype``: [..., D / group], or [1, ..., 1]."""
     magnitudes = x.abs()
-    if recipe.group is None:
+    if not x.numel():
+        most = magnitudes.new_zeros(scale_shape(x.shape, recipe.group))
+    elif recipe.group is None:
         most = magnitudes.amax(dim=list(range(x.dim())), keepdim=True)
     else:
         most = magnitudes.unflatten(-1, (-1, recipe.group)).amax(-1)
@@ -89,16 +93,30 @@ def apply_scale(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, by_rec
     return scaled.view(x.shape).clamp(-most, most).to(dtype)
 
 
-def require_fp8(name: str, x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> None:
-    """What every operation that quantises asks of its arguments. Raises ValueError."""
+def check_fp8(
+    op: str,
+    needed: Mapping[str, Any],
+    optional: Mapping[str, Any],
+    dtype: Any,
+    scale: Any,
+    recipe: Any,
+) -> None:
+    """What every operation that quantises asks of its arguments; the first needed one is quantised. Raises ValueError."""
+    check_tensors(op, needed, {**optional, "scale": scale})
+    name, x = next(iter(needed.items()))
     if dtype not in FP8:
-        raise ValueError(f"{name}: dtype must be float8_e4m3fn or float8_e5m2, got {dtype}")
+        raise ValueError(f"{op}: dtype must be float8_e4m3fn or float8_e5m2, got {told(dtype)}")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ValueError(f"{op}: recipe must be a tpfuse.ops.Recipe or None, got {told(recipe)}")
     if x.dim() < 1 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"{name}: the input must be bf16, fp16 or fp32 [..., D], got {x.dtype} {list(x.shape)}")
+        raise ValueError(f"{op}: {name} must be bf16, fp16 or fp32 [..., D], got {told(x)}")
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-        raise ValueError(f"{name}: scale must be fp32 [1], got {scale.dtype} {list(scale.shape)}")
-    if needs_gradients(x, scale):
-        raise ValueError(f"{name} has no gradients: call it under torch.no_grad()")
+        raise ValueError(f"{op}: scale must be fp32 [1], got {told(scale)}")
+    tensors = [each for each in (*needed.values(), *optional.values(), scale) if each is not None]
+    if any(each.device != x.device for each in tensors):
+        raise ValueError(f"{op}: all tensors must be on {x.device}")
+    if needs_gradients(*tensors):
+        raise ValueError(f"{op} has no gradients: call it under torch.no_grad()")
 
 
 def quantized(

@@ -9,22 +9,23 @@ import torch
 
 from tpfuse.kernels import quantize
 from tpfuse.ops import library
-from tpfuse.ops.quantize_fp8 import SCHEMA, Recipe, quantized, require_fp8, scale_shape
+from tpfuse.ops.arguments import check_floating, check_number
+from tpfuse.ops.quantize_fp8 import SCHEMA, Recipe, check_fp8, quantized, scale_shape
 from tpfuse.ops.rms_norm import normalize
 
 NAME = "rms_norm_quantize_fp8"
 
 
 def _run(x, residual, weight, eps, weight_offset, normed_dtype, keep_normed, dtype, scale=None, *recipe):
-    how = Recipe(*recipe)
-    if x.numel() and not quantize.cannot(x, how.arguments, scale is not None, True):
+    how, weight_dtype = Recipe(*recipe), None if weight is None else weight.dtype
+    cannot = quantize.cannot(x, how.arguments, scale is not None, True)
+    if x.numel() and not (cannot or quantize.norm_cannot(x.dtype, weight_dtype, normed_dtype)):
         norm = (residual, weight, eps, weight_offset, normed_dtype, keep_normed)
         return quantize.rms_norm_quantize_fp8(x, *norm, dtype, scale, how.arguments)
-    total = x if residual is None else x + residual
+    total = x.contiguous() if residual is None else (x + residual).contiguous()
     normed = normalize(total, weight, eps, weight_offset, normed_dtype)
     values, scales = quantized(normed, dtype, scale, how)
-    nothing = x.new_empty(0)
-    return values, scales, normed if keep_normed else nothing, nothing if residual is None else total
+    return values, scales, normed if keep_normed else x.new_empty(0), x.new_empty(0) if residual is None else total
 
 
 def _fake(x, residual, weight, eps, weight_offset, normed_dtype, keep_normed, dtype, scale=None, group=None, *rest):
@@ -72,8 +73,13 @@ def rms_norm_quantize_fp8(
     (compute capability 8.9 or more, D up to 16384, groups of a power of two) one Triton kernel, else these operations.
     No gradients. Raises ValueError: a shape or dtype other than the above.
     """
-    require_fp8(NAME, x, dtype, scale)
+    check_fp8(NAME, {"x": x}, {"weight": weight, "residual": residual}, dtype, scale, recipe)
+    check_number(NAME, "eps", eps, least=0)
+    check_number(NAME, "weight_offset", weight_offset)
+    check_floating(NAME, "normed_dtype", normed_dtype)
     hidden = x.shape[-1]
+    if weight is not None and not weight.is_floating_point():
+        raise ValueError(f"{NAME}: weight must be floating, got {weight.dtype}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"{NAME}: residual must be {x.dtype} {list(x.shape)}, got {residual.dtype} {list(residual.shape)}")
     if weight is not None and weight.shape != (hidden,):

@@ -68,7 +68,7 @@ def _divide(y, scale, RECIPROCAL: tl.constexpr, GIVEN: tl.constexpr):
 
 @triton.jit
 def _quantize(
-    y, scale_in, scales, values, at, scale_at, scale_step, mask, scale_mask, floor,
+    y, scale_in, scales, values, at, scale_at, mask, scale_mask, floor,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr,
     ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def _quantize(
     else:
         groups = tl.reshape(wide, (BLOCK // GROUP, GROUP))
         scale = _scale_of(_magnitude(groups, 1), floor, MOST, NARROW, FLOOR, ZERO_TO_ONE, POWER, DTYPE)
-        places = scale_at + tl.arange(0, BLOCK // GROUP)[:, None] * scale_step
+        places = scale_at + tl.arange(0, BLOCK // GROUP)[:, None]
         tl.store(scales + places, scale, mask=tl.arange(0, BLOCK // GROUP)[:, None] < scale_mask)
         scaled = tl.reshape(_divide(groups, scale, RECIPROCAL, False), (BLOCK,))
     tl.store(values + at, scaled.to(FP8), mask=mask)  # the conversion saturates
@@ -93,8 +93,7 @@ def _quantize(
 
 @triton.jit
 def tpfuse_rms_norm_quantize_fp8(
-    x, residual, weight, normed, total, values, scales, scale_in, size, row_stride, scale_row, scale_step,
-    eps, offset, floor,
+    x, residual, weight, normed, total, values, scales, scale_in, size, row_stride, scale_row, eps, offset, floor,
     BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
     KEEP: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr,
     ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
@@ -120,14 +119,14 @@ def tpfuse_rms_norm_quantize_fp8(
         tl.store(normed + row * size + column, y, mask=mask)
     groups = size // GROUP if GROUP > 0 else 1
     _quantize(
-        y, scale_in, scales, values, row * size + column, row * scale_row, scale_step, mask, groups, floor,
+        y, scale_in, scales, values, row * size + column, row * scale_row, mask, groups, floor,
         BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER,
     )  # fmt: skip
 
 
 @triton.jit
 def tpfuse_act_mul_quantize_fp8(
-    gate, up, products, values, scales, scale_in, size, gate_stride, up_stride, scale_row, scale_step, floor,
+    gate, up, products, values, scales, scale_in, size, gate_stride, up_stride, scale_row, floor,
     BLOCK: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
     NARROW: tl.constexpr, FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +148,7 @@ def tpfuse_act_mul_quantize_fp8(
     first = piece * (BLOCK // GROUP) if GROUP > 0 else 0
     groups = size // GROUP - first if GROUP > 0 else 1
     _quantize(
-        y, scale_in, scales, values, row * size + column, row * scale_row + first * scale_step, scale_step,
+        y, scale_in, scales, values, row * size + column, row * scale_row + first,
         mask, groups, floor,
         BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER,
     )  # fmt: skip
