@@ -239,7 +239,7 @@ class AppliedModel:
         )
         rest = {name: value for name, value in values.items() if name not in ("mode", "options")}
         entry = _entry(self.model)
-        weakref.finalize(entry, _forget, entry.__code__, backend).atexit = False
+        weakref.finalize(entry, _forget, entry.__code__, entry.__globals__, backend).atexit = False
         return torch.compile(entry, backend=backend, **rest)
 
     def _agree(self, variant: str, group_name: str, digest: str, training: bool) -> bool:
@@ -328,12 +328,15 @@ def _entry(model: torch.nn.Module) -> types.FunctionType:
     return types.FunctionType(code, variables, name, forward.__defaults__, forward.__closure__)
 
 
-def _forget(code: types.CodeType, backend: TpfuseBackend) -> None:
+def _forget(code: types.CodeType, variables: dict[str, Any], backend: TpfuseBackend) -> None:
     """Free what Dynamo has compiled for an entry that is gone.
 
-    Left alone, it keeps that for as long as it keeps the code object, which it keeps for as long as that.
+    Left alone, it keeps that for as long as it keeps the code object, which it keeps for as long as that. And c10d's flight
+    recorder remembers the code that its last some thousand collectives were called by: that code must hold no graphs.
     """
     eval_frame.remove_from_cache(code)
+    for name in variables:
+        variables[name] = None  # Dynamo deletes them itself, with the code
     guard_failures.pop(code, None)
     for key, kept in list(eval_frame.cached_backends.items()):
         if getattr(kept, "compiler_fn", kept) is backend:
