@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo import eval_frame
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import guard_failures
 from torch.distributed.tensor import DTensor
 
@@ -195,7 +196,7 @@ class AppliedModel:
             ours = _ours(error)
             if ours is not None:
                 raise ours from None
-            if not self._may_give_up(key, compile_options):
+            if not isinstance(error, TorchDynamoException) or not self._may_give_up(key, compile_options):
                 raise
             result = as_it_is(*args, **kwargs)  # or the model's own error: then it was not torch that failed
             cause = getattr(error, "inner_exception", None) or error
@@ -212,7 +213,7 @@ class AppliedModel:
     def _may_give_up(self, key: tuple[int, bool, str], compile_options: CompileOptions) -> bool:
         """Whether the model may run as it is after an error of its first training step: it did before it was applied.
 
-        The same error meets all ranks, for they have the same model.
+        An error of the compiler, that is: it meets all ranks, for they have the same model.
         """
         asked = self.request.strict or compile_options.values.get("fullgraph")
         return torch.is_grad_enabled() and key not in self._succeeded and not asked
@@ -269,9 +270,9 @@ class AppliedModel:
         Raises GroupError: a layer still has a destroyed group. Dynamo would take the other of that name without a word.
         """
         found = find_groups(self.model)
-        if not all(map(groups.exists, found)):
+        if not all(map(groups.exists, found)) or (self.groups and not found):
             raise GroupError(agreement.DESTROYED)
-        self.groups, self._tensor_parallel = tuple(found), self._tensor_parallel | {group.group_name for group in found}
+        self.groups, self._tensor_parallel = tuple(found), frozenset(group.group_name for group in found)
         self._groups.clear()
         self._alike.clear()
         self._callables.clear()

@@ -108,13 +108,16 @@ def _row_parallel(rank: int, offset: float) -> dict[str, float]:
     first = whole[0] @ whole[1] + whole[3]
     total = (whole[0] @ whole[2] + whole[3]) * scale + first
     normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * (whole[4] + offset)
-    ((normed + 0.1 * total + 0.2 * (whole[0] @ whole[1])) * toward).sum().backward()
+    alone = whole[0] @ whole[2]
+    alone = alone * torch.rsqrt(alone.pow(2).mean(-1, keepdim=True) + eps)
+    ((normed + 0.1 * total + 0.2 * (whole[0] @ whole[1]) + 0.3 * alone) * toward).sum().backward()
     part = lambda t, dim: t.chunk(world, dim)[rank]  # noqa: E731
     mine = [_leaf(t) for t in (part(x, 1), part(w, 0), part(v, 0), bias, norm)]
     first = ops.matmul_all_reduce(mine[0], mine[1], group=group, bias=mine[3])
     arguments = {"group": group, "eps": eps, "residual": first, "bias": mine[3], "scale": scale, "weight_offset": offset}
     normed, total = ops.all_reduce_rms_norm(mine[0] @ mine[2], mine[4], **arguments)
     again = ops.all_reduce(mine[0] @ mine[1], group=group)
-    ((normed + 0.1 * total + 0.2 * again) * toward).sum().backward()
+    alone, _ = ops.all_reduce_rms_norm(mine[0] @ mine[2], None, group=group, eps=eps)  # without a residual, or a weight
+    ((normed + 0.1 * total + 0.2 * again + 0.3 * alone) * toward).sum().backward()
     expected = [part(whole[0].grad, 1), part(whole[1].grad, 0), part(whole[2].grad, 0), whole[3].grad, whole[4].grad]
     return {name: _far(mine[n].grad, expected[n]) for n, name in enumerate(("x", "w", "v", "bias", "norm"))}

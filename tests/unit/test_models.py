@@ -13,10 +13,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tpfuse
 from tpfuse import tokens
+from tpfuse.demo.stages import split
 from tpfuse.models import grad_hooks
 from tpfuse.models.families import build, family_config
 from tpfuse.models.find_groups import find_groups
-from tpfuse.models.stages import split
 from tpfuse.testing import fake_world, interpret_graphs
 
 # -- gradient hooks ----------------------------------------------------------------------------------------------------

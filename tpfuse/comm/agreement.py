@@ -17,7 +17,10 @@ from tpfuse.comm import groups
 from tpfuse.errors import AgreementError, GroupError, TpfuseError
 
 _SUBJECT = "_subject"
-DESTROYED = "the model has a process group that was destroyed: give its layers the new one"
+DESTROYED = (
+    "the model has a process group that was destroyed: give its layers the new one, and apply again if that was given "
+    "to apply"
+)
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import tpfuse
-from tpfuse.demo import arguments
+from tpfuse.demo import arguments, stages
 from tpfuse.demo.answers import Answer, Pipeline, by_generate, generate, prompt_of, settle
 from tpfuse.demo.comparison import compare, tolerance_of, verdict
 from tpfuse.demo.world import World, start
-from tpfuse.models import families, stages
+from tpfuse.models import families
 
 #: Up to this size a process also runs the model alone, unsharded.
 MAX_UNSHARDED_PARAMETERS = 100_000_000
