@@ -5,8 +5,10 @@ from tpfuse.api import apply, check, explain, remove
 from tpfuse.config import FusionConfig
 from tpfuse.errors import (
     AgreementError,
+    BuildError,
     ConfigError,
     GroupError,
+    LaunchError,
     NotAppliedError,
     PeerTimeoutError,
     StrictError,
@@ -20,9 +22,11 @@ from tpfuse.warming import warmup
 
 __all__ = [
     "AgreementError",
+    "BuildError",
     "ConfigError",
     "FusionConfig",
     "GroupError",
+    "LaunchError",
     "NotAppliedError",
     "PeerTimeoutError",
     "Report",

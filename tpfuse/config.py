@@ -72,7 +72,7 @@ class FusionConfig:
     level. Levels (an int, or "O0" to "O3"):
 
     * O0  nothing
-    * O1  what never changes memory use or the structure of the computation
+    * O1  what does not change the structure of the computation, and takes no memory but the arena
     * O2  what is measured to pay (default)
     * O3  also what needs the full graph
 
