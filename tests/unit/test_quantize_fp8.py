@@ -105,6 +105,7 @@ def test_reference_at_the_edges():
     least = quantized(zero, E4M3, None, Recipe(group=D, floor=1e-4))[1]
     assert torch.equal(least, torch.full((2, 1), 1e-4) / 448)
     assert quantized(X[:0], E4M3, None, PER_TOKEN)[1].shape == (0, 1)
+    assert quantized(X[:0], E4M3, None, Recipe())[1].shape == (1, 1)
 
 
 # -- recognised, and joined ------------------------------------------------------------------------------------------
@@ -220,6 +221,10 @@ def test_eager_operations():
     got = act_mul_quantize_fp8(X, R, recipe=Recipe(group=G, scale_dtype=BF16))
     hold_same_bits(got, torchao_group(functional.silu(X) * R))
     assert act_mul_quantize_fp8(X, R, act="gelu_tanh", dtype=E5M2)[0].dtype == E5M2
+    columns = X.t().contiguous().t()
+    hold_same_bits(act_mul_quantize_fp8(columns, R), act_mul_quantize_fp8(X, R))
+    values, _, total = rms_norm_quantize_fp8(columns, W, eps=1e-5, residual=columns)
+    assert values.is_contiguous() and total is not None and total.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -233,6 +238,14 @@ def test_eager_operations():
         (lambda: act_mul_quantize_fp8(X, R, act="relu"), "silu, gelu_tanh, got 'relu'"),
         (lambda: act_mul_quantize_fp8(X, R[:1]), "up must be torch.bfloat16 [6, 96]"),
         (lambda: act_mul_quantize_fp8(X, R, scale=torch.ones(2)), "scale must be fp32 [1]"),
+        (lambda: act_mul_quantize_fp8(X, R, scale=torch.ones(1, device="meta")), "all tensors must be on cpu"),
+        (lambda: act_mul_quantize_fp8(X, None), "up must be a tensor"),
+        (lambda: rms_norm_quantize_fp8([1.0], W, eps=1e-5), "x must be a tensor"),
+        (lambda: rms_norm_quantize_fp8(X, W, eps="a"), "eps must be a finite number"),
+        (lambda: rms_norm_quantize_fp8(X, W, eps=1e-5, normed_dtype=3), "normed_dtype must be a floating torch.dtype"),
+        (lambda: rms_norm_quantize_fp8(X, W.long(), eps=1e-5), "weight must be floating"),
+        (lambda: rms_norm_quantize_fp8(X, W, eps=1e-5, recipe="row"), "recipe must be a tpfuse.ops.Recipe"),
+        (lambda: rms_norm_quantize_fp8(X, W, eps=1e-5, recipe=Recipe(group=1.5)), "divide the row"),
     ],
 )
 def test_bad_arguments(call, told):

@@ -10,15 +10,15 @@ import operator
 from torch.fx import Graph
 
 from tpfuse.graph.context import ACT_QUANT, Context
-from tpfuse.graph.nodes import Node, emit, is_call, is_node, keeps_last, latest, next_call
-from tpfuse.graph.quantised import choose, is_stored, needed_elsewhere, release, replace
-from tpfuse.ops import act_mul, quantize_fp8
+from tpfuse.graph.nodes import Node, emit, is_node, latest, next_call
+from tpfuse.graph.quantised import choose, is_stored, needed_elsewhere, release, replace, source_of
+from tpfuse.ops import act_mul
 from tpfuse.ops.act_mul_quantize_fp8 import NAME, OP
 
 
 def run(graph: Graph, context: Context) -> None:
     for node in list(graph.nodes) if context.fusions[ACT_QUANT].on else ():
-        product = _product_of(node)
+        product = source_of(node, act_mul.OP)
         if product is None:
             continue
         kernel, reason = choose(node, ACT_QUANT, product, all(map(is_stored, product.args[:2])), context)
@@ -33,16 +33,6 @@ def run(graph: Graph, context: Context) -> None:
         if not reason:
             _rewrite(graph, node, product)
             context.rewrites += 1
-
-
-def _product_of(node: Node) -> Node | None:
-    """The canonical gated activation that a canonical quantisation reads."""
-    if not is_call(node, quantize_fp8.OP):
-        return None
-    source = node.args[0]
-    while keeps_last(source):
-        source = source.args[0]
-    return source if is_call(source, act_mul.OP) else None
 
 
 def _rewrite(graph: Graph, node: Node, product: Node) -> None:

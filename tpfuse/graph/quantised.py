@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 
 from torch.fx import Graph
 
@@ -11,6 +12,7 @@ from tpfuse.graph.context import NORM_QUANT, Context
 from tpfuse.graph.nodes import COPIES, VIEWS, WAIT, Node, aten, erase_cone, is_call, keeps_last, value
 from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.kernels import REFERENCE, quantize
+from tpfuse.ops import quantize_fp8
 from tpfuse.ops.quantize_fp8 import Recipe
 
 KERNEL = "tpfuse"
@@ -24,6 +26,16 @@ def is_stored(node: Node) -> bool:
     while is_call(node, *VIEWS, *COPIES, *_PARTS) or (is_call(node, operator.getitem) and is_call(node.args[0], *_PARTS)):
         node = node.args[0]
     return node.op in ("placeholder", "get_attr") or is_call(node, *_STORED)
+
+
+def source_of(node: Node, target: Callable) -> Node | None:
+    """The canonical ``target`` that a canonical quantisation reads, through views that keep rows."""
+    if not is_call(node, quantize_fp8.OP):
+        return None
+    source = node.args[0]
+    while keeps_last(source):
+        source = source.args[0]
+    return source if is_call(source, target) else None
 
 
 def release(graph: Graph, node: Node) -> None:

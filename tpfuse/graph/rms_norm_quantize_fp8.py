@@ -17,24 +17,22 @@ from tpfuse.graph.nodes import (
     dtype,
     emit,
     is_before,
-    is_call,
     is_node,
-    keeps_last,
     latest,
     next_call,
     plain_binary,
     same_shape,
     value,
 )
-from tpfuse.graph.quantised import choose, is_stored, needed_elsewhere, release, replace
+from tpfuse.graph.quantised import choose, is_stored, needed_elsewhere, release, replace, source_of
 from tpfuse.kernels import quantize
-from tpfuse.ops import quantize_fp8, rms_norm
+from tpfuse.ops import rms_norm
 from tpfuse.ops.rms_norm_quantize_fp8 import NAME, OP
 
 
 def run(graph: Graph, context: Context) -> None:
     for node in list(graph.nodes) if context.fusions[NORM_QUANT].on else ():
-        norm = _norm_of(node)
+        norm = source_of(node, rms_norm.OP)
         if norm is None:
             continue
         summands = _summands(norm, node)
@@ -51,16 +49,6 @@ def run(graph: Graph, context: Context) -> None:
         if not reason:
             _rewrite(graph, node, norm, summands)
             context.rewrites += 1
-
-
-def _norm_of(node: Node) -> Node | None:
-    """The canonical norm that a canonical quantisation reads."""
-    if not is_call(node, quantize_fp8.OP):
-        return None
-    source = node.args[0]
-    while keeps_last(source):
-        source = source.args[0]
-    return source if is_call(source, rms_norm.OP) else None
 
 
 def _summands(norm: Node, quantisation: Node) -> tuple[Node, ...]:
