@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tpfuse.testing import interpret_graphs, spawn
 
+pytestmark = pytest.mark.slow
 SMALL = ["--hidden", "64", "--new-tokens", "4"]
 
 

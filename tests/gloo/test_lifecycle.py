@@ -27,6 +27,7 @@ from tpfuse.testing import fake_world, interpret_graphs, spawn
 
 FUSION = "fuse_allreduce_rms"
 FP32 = 1e-5
+pytestmark = pytest.mark.slow
 CYCLES, SWAPPED = 20, 5
 MEBIBYTE = 1 << 20
 OURS = (AppliedModel, TpfuseBackend, torch.fx.GraphModule, dist.ProcessGroup, Stack)

@@ -17,10 +17,7 @@ from tpfuse.comm import groups
 from tpfuse.errors import AgreementError, GroupError, TpfuseError
 
 _SUBJECT = "_subject"
-DESTROYED = (
-    "the model has a process group that was destroyed: give its layers the new one, and apply again if that was given "
-    "to apply"
-)
+DESTROYED = "the model has a process group that was destroyed: give its layers the new one"
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
