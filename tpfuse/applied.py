@@ -35,6 +35,8 @@ from tpfuse.report import Recorder, Report
 _RECOMPILE_LIMIT = 64
 #: What calls of too few rows to be sharded need not have.
 _SHARDED_FUSIONS = ("enable_sp", "fuse_gemm_comms")
+#: What is told of calls inside ``tpfuse.disabled()``.
+_DISABLED = "tpfuse.disabled"
 #: What ranks compare at the first graph of a variant.
 FIRST_CALL = "a first call of an applied model"
 _entries = itertools.count()
@@ -174,7 +176,7 @@ class AppliedModel:
             self._start_anew()
         if switch.is_off():
             if self._debugging:
-                self._compare("tpfuse.disabled", compile_options)
+                self._compare(_DISABLED, compile_options)
             return as_it_is(*args, **kwargs)
         if self._paused:
             self.recorder.note(f"{self._paused}: the model ran as it was before tpfuse.apply")
@@ -282,10 +284,13 @@ class AppliedModel:
 
     def _compare(self, variant: str, compile_options: CompileOptions) -> None:
         """TPFUSE_DEBUG: before a call, the ranks of tensor-parallel groups that a graph has compare which variant they
-        call."""
+        call. Before the first graph all found groups do, one of data parallelism too: whether they call tpfuse at all."""
         called = training_variant(variant) if torch.is_grad_enabled() else variant
-        for name in dict.fromkeys(name for name, *_ in self._alike if name in self._tensor_parallel):
-            proposal = {"rows of a call": called, "compile options": compile_options.told}
+        proposal = {"rows of a call": called, "compile options": compile_options.told}
+        names = list(dict.fromkeys(name for name, *_ in self._alike if name in self._tensor_parallel))
+        if not names:
+            names, proposal = sorted(self._tensor_parallel), {_DISABLED: str(variant == _DISABLED)}
+        for name in names:
             agreement.agree(groups.resolve(name), "a call of an applied model", proposal)
 
     def _check_strictly(self, index: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pathlib
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,7 @@ from tpfuse.tuner import arguments, job, sequence_parallel
 from tpfuse.tuner.block_stack import Stack
 
 CPU, FP32 = torch.device("cpu"), torch.float32
+pytestmark = pytest.mark.slow
 HIDDEN, ROWS = 64, (4, 32)
 
 

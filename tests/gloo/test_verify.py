@@ -22,6 +22,7 @@ from tpfuse.graph.verify import Verification
 from tpfuse.models.families import build_sharded, family_config
 from tpfuse.testing import interpret_graphs, spawn
 
+pytestmark = pytest.mark.slow
 SHARDED = {"enable_sp": True}
 JOINED = {**SHARDED, "fuse_gemm_comms": True}
 REDUCED = {"fuse_allreduce_rms": False, "fuse_gemm_comms": True}
