@@ -24,6 +24,7 @@ from tests.gloo.layers import Stack
 from tpfuse import ops
 from tpfuse.testing import interpret_graphs, spawn
 
+pytestmark = pytest.mark.slow
 LONG_S, SHORT_S = 60, 2
 AGREE = "AgreementError"
 X, MATRIX = torch.ones(4, 8), torch.ones(8, 6)

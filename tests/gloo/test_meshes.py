@@ -27,6 +27,7 @@ from tests.gloo.layers import Stack, largest_difference
 from tpfuse.models.find_groups import find_groups
 from tpfuse.testing import interpret_graphs, spawn
 
+pytestmark = pytest.mark.slow
 FUSION = "fuse_allreduce_rms"
 FP32, BF16, GRADIENTS = 1e-5, 0.06, 2e-6
 MICROBATCHES, LAYERS, H = 3, 3, 32
