@@ -145,11 +145,16 @@ def _outcomes(report: Report) -> dict[str, set[str]]:
     }
 
 
+def any_layer(text: str) -> str:
+    """The text with "*" for the numbers of layers in module paths."""
+    return re.sub(r"\.\d+(?=[.# ]|$)", ".*", text)
+
+
 def _table(report: Report) -> list[str]:
     """Lines of the printed report: sites that differ only in a layer's number share a row."""
     rows: dict[tuple[str, ...], set[str]] = {}
     for s in report.sites:
-        where, reason = (re.sub(r"\.\d+(?=[.# ]|$)", ".*", text) for text in (s.where, s.reason))
+        where, reason = any_layer(s.where), any_layer(s.reason)
         told = "; by ".join(text for text in (reason, s.kernel) if text)
         rows.setdefault((where, s.op, s.outcome, told, s.group, s.variant), set()).add(s.where)
     head = ("where", "op", "outcome", "kernel or reason", "group", "rows", "sites")

@@ -29,7 +29,6 @@ NOT_SHOWN = {
     "joined with a GEMM",
     "an input",
     "…, training",
-    "\\.\\d+(?=[.# ]|$)",
     "graph %d (rows: %s): %s; %.2f s",  # logged
     "nothing to decide",
 }

@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 from tpfuse.graph.context import ACT_QUANT, Context
 from tpfuse.graph.nodes import Node, emit, is_node, latest, next_call
-from tpfuse.graph.quantised import choose, is_stored, needed_elsewhere, release, replace, source_of
+from tpfuse.graph.quantised import choose, decide, is_stored, needed_elsewhere, release, replace, source_of
 from tpfuse.ops import act_mul
 from tpfuse.ops.act_mul_quantize_fp8 import NAME, OP
 
@@ -22,17 +22,8 @@ def run(graph: Graph, context: Context) -> None:
         if product is None:
             continue
         kernel, reason = choose(node, ACT_QUANT, product, all(map(is_stored, product.args[:2])), context)
-        context.decide(
-            "skipped" if reason else "fused",
-            product,
-            fusion=ACT_QUANT,
-            op=NAME,
-            reason=reason,
-            kernel="" if reason else kernel,
-        )
-        if not reason:
+        if decide(context, ACT_QUANT, NAME, product, kernel, reason):
             _rewrite(graph, node, product)
-            context.rewrites += 1
 
 
 def _rewrite(graph: Graph, node: Node, product: Node) -> None:

@@ -6,14 +6,13 @@ nothing that is computed.
 
 from __future__ import annotations
 
-import re
-
 from torch.fx import Graph
 
 from tpfuse.config import is_annotating
 from tpfuse.graph.context import Context
 from tpfuse.graph.nodes import WHERE
 from tpfuse.ops.library import SITE, has_site
+from tpfuse.report import any_layer
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -26,5 +25,4 @@ def _one(places: tuple[str, ...]) -> str:
     """One name for all places that the same code serves."""
     if len(places) == 1:
         return places[0]
-    alike = dict.fromkeys(re.sub(r"\.\d+(?=[.# ]|$)", ".*", place) for place in places)
-    return ", ".join(alike)
+    return ", ".join(dict.fromkeys(map(any_layer, places)))

@@ -14,6 +14,7 @@ from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.kernels import REFERENCE, quantize
 from tpfuse.ops import quantize_fp8
 from tpfuse.ops.quantize_fp8 import Recipe
+from tpfuse.report import Outcome
 
 KERNEL = "tpfuse"
 #: What Inductor does not compute itself: its result is written to memory whatever follows.
@@ -87,3 +88,12 @@ def choose(node: Node, fusion: str, source: Node, stored: bool, context: Context
     return KERNEL, quantize.why_not_faster(
         fusion == NORM_QUANT, recipe.group, scale is not None, tensor.shape[-1], fewest, stored
     )
+
+
+def decide(context: Context, fusion: str, op: str, source: Node, kernel: str, reason: str) -> bool:
+    """Leave a decision about the place of ``source``: fused by ``kernel``, unless there is a reason not to. Whether it is
+    fused."""
+    outcome: Outcome = "skipped" if reason else "fused"
+    context.decide(outcome, source, fusion=fusion, op=op, reason=reason, kernel="" if reason else kernel)
+    context.rewrites += not reason
+    return not reason

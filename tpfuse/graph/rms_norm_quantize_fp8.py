@@ -24,7 +24,7 @@ from tpfuse.graph.nodes import (
     same_shape,
     value,
 )
-from tpfuse.graph.quantised import choose, is_stored, needed_elsewhere, release, replace, source_of
+from tpfuse.graph.quantised import choose, decide, is_stored, needed_elsewhere, release, replace, source_of
 from tpfuse.kernels import quantize
 from tpfuse.ops import rms_norm
 from tpfuse.ops.rms_norm_quantize_fp8 import NAME, OP
@@ -35,23 +35,14 @@ def run(graph: Graph, context: Context) -> None:
         norm = source_of(node, rms_norm.OP)
         if norm is None:
             continue
-        summands = _summands(norm, node)
+        summands = _summands(norm)
         kernel, reason = choose(node, NORM_QUANT, norm, all(map(is_stored, summands)), context)
         reason = reason or _obstacle(norm)
-        context.decide(
-            "skipped" if reason else "fused",
-            norm,
-            fusion=NORM_QUANT,
-            op=NAME,
-            reason=reason,
-            kernel="" if reason else kernel,
-        )
-        if not reason:
+        if decide(context, NORM_QUANT, NAME, norm, kernel, reason):
             _rewrite(graph, node, norm, summands)
-            context.rewrites += 1
 
 
-def _summands(norm: Node, quantisation: Node) -> tuple[Node, ...]:
+def _summands(norm: Node) -> tuple[Node, ...]:
     """(x,) of the norm, or (x, residual) where it is a sum that the operation can compute too."""
     total = norm.args[0]
     operands = plain_binary(total, ADD)

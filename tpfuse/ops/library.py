@@ -15,6 +15,7 @@ import torch
 
 from tpfuse.comm import agreement, groups
 from tpfuse.config import is_annotating, is_debugging
+from tpfuse.ops.arguments import told
 
 _LIBRARY = torch.library.Library("tpfuse", "DEF")
 #: The last argument of every operation: where it stands in the model, None where no profile asks for it.
@@ -100,11 +101,11 @@ def _compare(name: str, arguments: tuple[Any, ...], group: str) -> None:
     """Raise AgreementError on every rank if the ranks of a group make different calls. Not in a graph capture."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
-    told = ", ".join(_told(argument) for argument in arguments)
-    agreement.agree(groups.resolve(group), "a call of tpfuse.ops", {"call": f"{name}({told})"})
+    given = ", ".join(_told(argument) for argument in arguments)
+    agreement.agree(groups.resolve(group), "a call of tpfuse.ops", {"call": f"{name}({given})"})
 
 
 def _told(argument: Any) -> str:
     if isinstance(argument, torch.Tensor):
-        return f"{argument.dtype} {list(argument.shape)}"
+        return told(argument)
     return f"[{', '.join(map(_told, argument))}]" if isinstance(argument, (list, tuple)) else str(argument)
