@@ -168,6 +168,10 @@ def _made_anew(rank: int, ports: list[int]) -> dict[str, Any]:
             torch.cuda.empty_cache()
             found["free"].append(torch.cuda.mem_get_info()[0])
             found["arenas"].append((len(arena._arenas), len(dispatch._dispatchers)))
+    tpfuse.remove(model)
+    del model
+    gc.collect()
+    found["arenas"].append((len(arena._arenas), len(dispatch._dispatchers)))
     return found
 
 
@@ -183,7 +187,11 @@ def test_a_model_over_groups_made_anew():
     found = spawn(_made_anew, 2, [store.port for store in stores], backend="", timeout_s=120)
     for each in found:
         assert max(each["errors"]) < FP32_ERROR and each["fused"] == {3}
-        assert each["arenas"] == [(0, 0)] * CYCLES, "an arena outlives its group"
+        *kept, left = each["arenas"]
+        assert all(max(count) <= 1 for count in kept), (
+            f"only the last group's graphs may remain until the next call: {kept}"
+        )
+        assert left == (0, 0), "an arena outlives its group and model"
         if not SHARED:  # else the other rank's memory comes and goes beside it
             free = each["free"]
             assert free[0] - free[-1] <= FREE_WITHIN_BYTES, [f"{f >> 20} MiB" for f in free]

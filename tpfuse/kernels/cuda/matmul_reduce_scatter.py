@@ -89,14 +89,17 @@ def matmul_reduce_scatter(
     more      inputs and weights of further products, which are added; none with scales
     wire_dtype  of partial sums: fp32, or None: the result's
     all_rows  every rank gets all rows: ``tpfuse.ops.matmul_all_reduce``
-    Where partial sums do not fit into the workspace at once, it is done in parts.
+    Where partial sums do not fit into the workspace at once, it is done in parts. A tiling for which there is no room has
+    fewer stages, or is the rule's: it was measured for operands that it suits, or for partial sums of 16 bits.
     Raises BuildError.
     """
     arena, dtype, columns = workspace.arena, out_dtype or input.dtype, weight.shape[1]
     a, bias, (b_rows, b) = [by_rows(each) for each in (input, *more[0])], aligned(bias), right_operands([weight, *more[1]])
     fp32_wire = wire_dtype is not None
-    cut = cut or tiling(arena, share, columns, sum(each.shape[1] for each in a), input.dtype, all_rows, fp32_wire)
-    cut = cut.suiting(b_rows, sum(steps_of(each.shape[1], each.dtype) for each in a))
+    by_rule = (arena, share, columns, sum(each.shape[1] for each in a), input.dtype, all_rows, fp32_wire)
+    cut = (cut or tiling(*by_rule)).suiting(b_rows, sum(steps_of(each.shape[1], each.dtype) for each in a))
+    stages = most_stages(cut, lambda cut: room(cut, all_rows, fp32_wire))
+    cut = dataclasses.replace(cut, stages=min(cut.stages, stages)) if stages else tiling(*by_rule)
     factors = [None, None] if scales is None else [scale.contiguous() for scale in scales]
     out = torch.empty((arena.world if all_rows else 1, share, columns), dtype=dtype, device=input.device)
     most = most_rows(workspace, columns, dtype, cut, all_rows, fp32_wire)
