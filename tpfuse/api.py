@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tpfuse import environment, sharding
-from tpfuse.applied import AppliedModel, CompileOptions, Request, applied_to
+from tpfuse.applied import AppliedModel, Request, applied_to
 from tpfuse.comm import agreement, arena, groups
+from tpfuse.compiling import CompileOptions
 from tpfuse.config import DEBUG_VARIABLE, DISABLE_VARIABLE, FusionConfig, is_debugging, is_disabled
 from tpfuse.errors import ConfigError, NotAppliedError, TpfuseError
 from tpfuse.graph import pipeline

@@ -3,89 +3,34 @@
 from __future__ import annotations
 
 import bisect
-import builtins
 import contextlib
 import dataclasses
-import difflib
-import itertools
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import eval_frame
 from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.utils import guard_failures
 from torch.distributed.tensor import DTensor
 
-from tpfuse import switch, tokens
+from tpfuse import compiling, switch, tokens
 from tpfuse.comm import agreement, arena, groups
+from tpfuse.compiling import CompileOptions
 from tpfuse.config import FusionConfig, Resolved, is_debugging
-from tpfuse.errors import ConfigError, GroupError, StrictError, TpfuseError, first_line
+from tpfuse.errors import GroupError, StrictError, TpfuseError, first_line
 from tpfuse.graph.backend import TpfuseBackend, training_variant
 from tpfuse.graph.places import Places
 from tpfuse.models import generate, grad_hooks
 from tpfuse.models.find_groups import find_groups
 from tpfuse.report import Recorder, Report
 
-#: Graphs per variant before Dynamo gives up and runs eagerly. Prefill and decode, with two kinds of cache, in static and
-#: dynamic shapes, already make the eight that are its default.
-_RECOMPILE_LIMIT = 64
 #: What calls of too few rows to be sharded need not have.
 _SHARDED_FUSIONS = ("enable_sp", "fuse_gemm_comms")
 #: What is told of calls inside ``tpfuse.disabled()``.
 _DISABLED = "tpfuse.disabled"
 #: What ranks compare at the first graph of a variant.
 FIRST_CALL = "a first call of an applied model"
-_entries = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True)
-class CompileOptions:
-    """Arguments for torch.compile.
-
-    key   tells two sets apart within this process
-    told  the same in words that are alike on every rank: objects by their kind, not by their address
-    """
-
-    values: Mapping[str, Any]
-    key: str
-    told: str
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> CompileOptions:
-        return cls(dict(values), repr(sorted(values.items())), repr(sorted((k, _told(v)) for k, v in values.items())))
-
-    def check(self) -> None:
-        """Raises ConfigError: torch.compile would refuse them, at the first call."""
-        mode, options = self.values.get("mode"), self.values.get("options")
-        for name, allowed in (("fullgraph", (True, False)), ("dynamic", (True, False, None))):
-            if not any(self.values.get(name, False) is each for each in allowed):
-                told = " or ".join(map(str, allowed))
-                raise ConfigError(f"{name} must be {told}, as in torch.compile, got {self.values[name]!r}")
-        if mode and options:
-            raise ConfigError("mode and options exclude each other, as in torch.compile")
-        if options is not None and not isinstance(options, Mapping):
-            raise ConfigError(f"options must be a dict, as in torch.compile, got {type(options).__name__}")
-        for name in options or ():
-            known = torch._inductor.list_options()
-            if str(name).replace("-", "_") not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"options: Inductor has no option {name!r}; the nearest valid one is {near!r}")
-        try:
-            torch._TorchCompileInductorWrapper(mode, dict(options) if options else None, self.values.get("dynamic"))
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(f"torch.compile refuses mode and options: {first_line(error)}") from error
-
-
-def _told(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return sorted((str(name), _told(inner)) for name, inner in value.items())
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +137,7 @@ class AppliedModel:
         if compiled is None:
             compiled = self._callables[key] = self._compile(index, compile_options)
         try:
-            with _room_for_graphs():
+            with compiling.room_for_graphs():
                 result = compiled(*args, **kwargs)
         except Exception as error:
             ours = _ours(error)
@@ -241,8 +186,8 @@ class AppliedModel:
             **{name: value for name, value in values.items() if name in for_backend},
         )
         rest = {name: value for name, value in values.items() if name not in ("mode", "options")}
-        entry = _entry(self.model)
-        weakref.finalize(entry, _forget, entry.__code__, entry.__globals__, backend).atexit = False
+        entry = compiling.entry(self.model)
+        weakref.finalize(entry, compiling.forget, entry.__code__, entry.__globals__, backend).atexit = False
         return torch.compile(entry, backend=backend, **rest)
 
     def _agree(self, variant: str, group_name: str, digest: str, training: bool) -> bool:
@@ -317,38 +262,6 @@ def _lives(reference: weakref.ref[dist.ProcessGroup]) -> bool:
     return group is not None and groups.exists(group)
 
 
-def _entry(model: torch.nn.Module) -> types.FunctionType:
-    """A function that calls the model and has a code object and a name of its own.
-
-    Dynamo keeps compiled graphs per code object, and what it learnt about inputs (this size, or this epsilon, varies) per
-    name: one model must not make the next one's hidden size dynamic. Graphs know the model by the name of its variable here
-    (``places.ENTRY_VARIABLE``).
-    """
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
-
-    name = f"{type(model).__name__}_{next(_entries)}"
-    code = forward.__code__.replace(co_name=name)
-    variables = {"__name__": __name__, "__builtins__": builtins}  # Dynamo puts what it compiles among them
-    return types.FunctionType(code, variables, name, forward.__defaults__, forward.__closure__)
-
-
-def _forget(code: types.CodeType, variables: dict[str, Any], backend: TpfuseBackend) -> None:
-    """Free what Dynamo has compiled for an entry that is gone.
-
-    Left alone, it keeps that for as long as it keeps the code object, which it keeps for as long as that. And c10d's flight
-    recorder remembers the code that its last some thousand collectives were called by: that code must hold no graphs.
-    """
-    eval_frame.remove_from_cache(code)
-    for name in variables:
-        variables[name] = None  # Dynamo deletes them itself, with the code
-    guard_failures.pop(code, None)
-    for key, kept in list(eval_frame.cached_backends.items()):
-        if getattr(kept, "compiler_fn", kept) is backend:
-            del eval_frame.cached_backends[key]
-
-
 def _weakly(applied: AppliedModel, variant: str) -> Callable[[str, str, bool], bool]:
     """``applied._agree`` for a backend, which Dynamo keeps for ever, and with it whatever it holds."""
     reference = weakref.ref(applied)
@@ -359,18 +272,6 @@ def _weakly(applied: AppliedModel, variant: str) -> Callable[[str, str, bool], b
         return found._agree(variant, group_name, digest, training)
 
     return agree
-
-
-@contextlib.contextmanager
-def _room_for_graphs() -> Iterator[None]:
-    """Raise Dynamo's limit of graphs per function for the length of a call (set by hand: its own patch costs 25 us)."""
-    config: Any = torch._dynamo.config
-    before = config.recompile_limit
-    config.recompile_limit = max(before, _RECOMPILE_LIMIT)
-    try:
-        yield
-    finally:
-        config.recompile_limit = before
 
 
 def _ours(error: BaseException) -> TpfuseError | None:

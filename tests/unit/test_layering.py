@@ -19,7 +19,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ROOMS = ("top", "api", "graph", "ops", "kernels", "comm", "leaf")
 #: What each room may not even reach although it lies lower: nothing.
 LEAVES = {"config", "report", "errors", "tokens", "version", "environment", "tables", "logs", "switch"}
-API = {"api", "applied", "sharding", "warming"}
+API = {"api", "applied", "compiling", "sharding", "warming"}
 #: Commands: above the API, and nobody imports them.
 TOP = {"__init__", "__main__", "cli", "demo", "tuner", "testing"}
 #: What operations share: no pass makes them.
