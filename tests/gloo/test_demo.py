@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tpfuse.testing import interpret_graphs, spawn
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SMALL = ["--hidden", "64", "--new-tokens", "4"]
 
 
@@ -35,7 +35,7 @@ def _run(*argv: str) -> str:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     port = store.port
     del store
-    outcomes = spawn(_demo, 4, port, list(argv), backend="", timeout_s=200)
+    outcomes = spawn(_demo, 4, port, list(argv), backend="", timeout_s=880)
     assert [status for status, _ in outcomes] == [0] * 4, outcomes[0][1]
     assert not any(text for _, text in outcomes[1:])
     return outcomes[0][1]

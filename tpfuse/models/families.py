@@ -148,12 +148,18 @@ def build_sharded(config_or_path: Any, mesh: DeviceMesh, dtype: torch.dtype, see
 
 
 def shard(model: Any, mesh: DeviceMesh) -> torch.nn.Module:
-    """Shard an unsharded Hugging Face model in place over a one-dimensional mesh. Returns the model."""
+    """Shard an unsharded Hugging Face model in place over a one-dimensional mesh. Returns the model.
+
+    The model knows of it as one that ``from_pretrained`` has sharded does, so ``save_pretrained`` gathers the shards.
+    """
     import_transformers()
+    from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     if not model.tp_plan:
         raise ValueError(f"{type(model).__name__} has no tensor-parallel plan (tp_plan)")
+    model.config.distributed_config = DistributedConfig(tp_size=mesh.size(), tp_plan="auto")
+    model._device_mesh, model._tp_size = mesh, mesh.size()
     apply_tensor_parallelism(model, mesh)
     # Sharded parameters are on the mesh's device by now, one after the other; this moves the replicated ones.
     return model.to(mesh.device_type)
