@@ -11,7 +11,10 @@ from torch.nn import functional
 import tpfuse
 from tpfuse.ops import Recipe
 from tpfuse.ops.act_mul_quantize_fp8 import OP as ACT_OP
+from tpfuse.ops.quantize_fp8 import OP as QUANTIZE_OP
 from tpfuse.ops.quantize_fp8 import quantized
+from tpfuse.ops.quantize_nvfp4 import quantize_nvfp4
+from tpfuse.ops.quantize_nvfp4 import reference as nvfp4
 from tpfuse.ops.rms_norm import normalize
 from tpfuse.ops.rms_norm_quantize_fp8 import OP as NORM_OP
 
@@ -23,6 +26,7 @@ RECIPES = {
     "group": Recipe(group=128, scale_dtype=BF16),
     "group by reciprocal": Recipe(group=128, floor=1e-4, by_reciprocal=True),
     "group of 64, powers of two": Recipe(group=64, power_of_two=True),
+    "group, side by side": Recipe(group=128, least=1e-12, scale_layout="column"),
     "static": None,
 }
 SIZES = [(1, 128), (3, 2880), (5, 7168), (127, 4096), (300, 14336), (64, 16384), (2, 4100), (0, 256)]
@@ -52,7 +56,9 @@ def hold(
 ) -> None:
     """Every byte of ``values`` and ``scales`` is what eager operations make of ``source``; a NaN is a NaN."""
     expected, expected_scales = quantized(source, values.dtype, given, recipe)
-    assert torch.equal(scales.nan_to_num(-1), expected_scales.nan_to_num(-1))
+    assert (
+        torch.equal(scales.nan_to_num(-1), expected_scales.nan_to_num(-1)) and scales.stride() == expected_scales.stride()
+    )
     nans = expected.float().isnan()
     assert torch.equal(values.float().isnan(), nans)
     assert torch.equal(values.view(torch.uint8)[~nans], expected.view(torch.uint8)[~nans])
@@ -80,6 +86,21 @@ def act_and_hold(gate, up, name, act="silu", fp8=E4M3):
     return values
 
 
+def quantize_and_hold(x, name, fp8=E4M3):
+    recipe, given = fitted(name, x)
+    values, scales = QUANTIZE_OP(x, fp8, given, *recipe.arguments)
+    hold(values, scales, x, recipe, given)
+    return values
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("rows, size", SIZES)
+def test_quantisation_alone(rows, size, name):
+    quantize_and_hold(draw(rows, size), name)
+    quantize_and_hold(draw(rows, 2 * size)[:, size:], name)
+    quantize_and_hold(draw(rows, size, dtype=FP16), name, E5M2)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("rows, size", SIZES)
 def test_norm(rows, size, name):
@@ -104,6 +125,8 @@ def test_other_dtypes_and_shapes(name):
     flat = draw(4 * 256 + 1)
     act_and_hold(flat[1:].view(4, 256), draw(256, 4).t(), name)  # off a 16-byte boundary; column-major
     norm_and_hold(draw(1, 256).expand(4, 256), None, draw(256), name)
+    quantize_and_hold(flat[1:].view(4, 256), name)
+    quantize_and_hold(draw(256, 4).t(), name)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -117,6 +140,61 @@ def test_extremes(name):
     ones = torch.full_like(x, 50.0)  # silu(50) = 50
     act_and_hold(ones, x / 64, name)
     norm_and_hold(x, None, draw(256), name)
+    quantize_and_hold(x, name)
+    quantize_and_hold(-x, name)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-42, 2.0**-70, 2.0**70, 3e38, torch.inf, torch.nan])
+def test_a_given_scale_of_any_kind(scale):
+    x = draw(8, 256)
+    x[0], x[1, 7], x[2, 5], x[3, 5], x[4] = 0, torch.nan, torch.inf, -torch.inf, x[4] * 2.0**120
+    x[5], x[6] = x[5] * 2.0**-126, -0.0
+    given = torch.full((1,), scale, device="cuda")
+    hold(*QUANTIZE_OP(x, E4M3, given), x, Recipe(), given)
+
+
+@pytest.mark.parametrize("rows", [16, 128, 6])
+@pytest.mark.parametrize("layout", ["row", "group", "group, weights in blocks"])
+def test_scales_are_as_scaled_mm_takes_them(layout, rows):
+    """The product of what was quantised is, but for FP8's rounding, that of the values."""
+    size, columns = 512, 256
+    x, weight = draw(rows, size), draw(columns, size, seed=1)
+    if layout == "row":
+        values, scales = tpfuse.ops.quantize_fp8_per_token(x)
+        weights, weight_scales = tpfuse.ops.quantize_fp8_per_token(weight)
+        weight_scales = weight_scales.t()
+    else:
+        recipe = Recipe(scale_layout="column")
+        values, scales = tpfuse.ops.quantize_fp8_per_group(x, recipe=recipe)
+        column = -(-rows // 4) * 4
+        assert scales.stride() == (1, column)
+        if column != rows:  # a caller pads values; there is room for scales
+            values = torch.cat([values.view(torch.uint8), values.view(torch.uint8)[: column - rows]]).view(E4M3)
+            scales = scales.as_strided((column, size // 128), (1, column))
+            scales[rows:] = scales[: column - rows]
+        weights, weight_scales = tpfuse.ops.quantize_fp8_per_group(weight, recipe=recipe)
+        if layout != "group":
+            blocks = weight.float().view(columns // 128, 128, size // 128, 128)
+            weight_scales = blocks.abs().amax((1, 3)) / 448
+            weights = (blocks / weight_scales[:, None, :, None]).view(columns, size).to(E4M3)
+        weight_scales = weight_scales.t()
+    got = torch._scaled_mm(values, weights.t(), scales, weight_scales, out_dtype=BF16)[:rows]
+    expected = x.float() @ weight.float().t()
+    assert (got.float() - expected).norm() < 0.06 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+@pytest.mark.parametrize("given", [None, 0.01])
+def test_nvfp4(dtype, given):
+    scale = None if given is None else torch.full((1,), given, device="cuda")
+    for shape in ((3, 2880), (300, 4096), (2, 3, 32), (0, 64)):
+        x = draw(*shape, dtype=dtype)
+        if x.numel():
+            x.flatten()[:32] = torch.arange(32, device="cuda") / 4 - 4  # ties
+            x.flatten()[64:80] = 0
+            x.flatten()[96] = torch.nan
+        for got, expected in zip(quantize_nvfp4(x, scale), nvfp4(x, scale), strict=True):
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_offsets_beyond_32_bits():
@@ -130,6 +208,11 @@ def test_offsets_beyond_32_bits():
     hold(values[-2:], scales[-2:], functional.silu(gate[-2:]) * up[-2:], recipe, None)
     total = NORM_OP(up, None, None, 1e-5, 0.0, None, False, E4M3, None, *Recipe(group=size).arguments)[0]
     assert torch.equal(total[-1].view(torch.uint8), total[0].view(torch.uint8)) and (total[-1].float() == 448).all()
+    del total, values
+    alone = Recipe(group=128, scale_layout="column")
+    values, scales = QUANTIZE_OP(up, E4M3, None, *alone.arguments)
+    assert (values[-1].float() == 448).all() and (scales[-1] == scales[-2] * 2).all()
+    assert (quantize_nvfp4(up)[0][-1] == 0x77).all()
 
 
 class Mlp(torch.nn.Module):

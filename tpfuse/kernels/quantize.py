@@ -5,6 +5,8 @@ T  rows (tokens, all leading dimensions together)     D  row length     G  group
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ _FEWEST_STATIC_ROWS = (2048, 64)  # with a given scale: of a norm, of an activat
 _MANY_ROWS = 512  # from which warps of more elements each were seen to be faster
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
-Recipe = tuple[int | None, torch.dtype, float, bool, bool, bool]  # fields of tpfuse.ops.Recipe
+Recipe = tuple[int | None, torch.dtype, float, bool, bool, bool, bool, float, str]  # fields of tpfuse.ops.Recipe
 
 
 def cannot(x: torch.Tensor, recipe: Recipe, static: bool, whole_rows: bool) -> str:
@@ -34,6 +36,8 @@ def cannot(x: torch.Tensor, recipe: Recipe, static: bool, whole_rows: bool) -> s
         return "compute capability 8.9 is needed for FP8"
     if x.dtype not in DTYPES:
         return f"dtype {x.dtype}"
+    if not static and recipe[6]:
+        return "values are multiplied by inverse scales"
     if not static and scale_dtype not in (torch.float32, x.dtype):
         return f"scales of {x.dtype} values are computed in {scale_dtype}"
     if not static and group is None:
@@ -69,6 +73,20 @@ def why_not_faster(norm: bool, group: int | None, static: bool, size: int, rows:
     return "a scale that is given: Inductor's kernel is as fast for few rows" if few else ""
 
 
+def quantize_fp8(
+    x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operation of ``tpfuse.ops.quantize_fp8`` (see there), where ``cannot`` finds nothing."""
+    from tpfuse.kernels.triton.quantize import tpfuse_quantize_fp8 as kernel
+
+    size, rows = x.shape[-1], _rows(x)
+    values, scales, (given, *steps), floor, constants = _scales(x, dtype, scale, recipe)
+    block, options = _piece_layout(size, rows.shape[0], 1 if scale is not None else recipe[0])
+    grid = (rows.shape[0], -(-size // block), 1)
+    _launch(kernel, grid, (rows, values, scales, given, size, rows.stride(0), *steps, floor), (block, *constants), options)
+    return values, scales
+
+
 def rms_norm_quantize_fp8(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -86,15 +104,13 @@ def rms_norm_quantize_fp8(
 
     size, rows = x.shape[-1], _rows(x)
     summands = None if residual is None else _rows(residual.contiguous())
-    values, scales, given, constants = _scales(x, dtype, scale, recipe)
+    values, scales, (given, *steps), floor, constants = _scales(x, dtype, scale, recipe)
     normed, total = (x.new_empty(x.shape if there else 0) for there in (keep_normed, residual is not None))
-    block = _power_of_two(size)
-    groups = scales.shape[-1]
-    arguments = (rows, summands, aligned(weight), normed, total, values, scales, given, size, rows.stride(0), groups)
+    block, options = _norm_layout(size, rows.shape[0])
+    arguments = (rows, summands, aligned(weight), normed, total, values, scales, given, size, rows.stride(0), *steps)
     switches = (block, residual is not None, weight is not None, bool(weight_offset), normed_dtype == x.dtype, keep_normed)
-    numbers = (float(eps), float(weight_offset), float(recipe[2]))
-    warps = min(32, max(1, block // 256)) if rows.shape[0] < _MANY_ROWS else min(16, max(4, block // 1024))
-    _launch(kernel, (rows.shape[0], 1, 1), (*arguments, *numbers), (*switches, *constants), warps)
+    numbers = (float(eps), float(weight_offset), floor)
+    _launch(kernel, (rows.shape[0], 1, 1), (*arguments, *numbers), (*switches, *constants), options)
     return values, scales, normed, total
 
 
@@ -111,25 +127,35 @@ def act_mul_quantize_fp8(
     from tpfuse.kernels.triton.quantize import tpfuse_act_mul_quantize_fp8 as kernel
 
     size, gates, ups = gate.shape[-1], _rows(gate), _rows(up)
-    values, scales, given, constants = _scales(gate, dtype, scale, recipe)
+    values, scales, (given, *steps), floor, constants = _scales(gate, dtype, scale, recipe)
     product = gate.new_empty(gate.shape if keep_product else 0)
-    block, warps = _act_layout(size, gates.shape[0], 1 if scale is not None else recipe[0])
-    groups = scales.shape[-1]
-    arguments = (gates, ups, product, values, scales, given, size, gates.stride(0), ups.stride(0), groups)
+    block, options = _piece_layout(size, gates.shape[0], 1 if scale is not None else recipe[0])
+    arguments = (gates, ups, product, values, scales, given, size, gates.stride(0), ups.stride(0), *steps, floor)
     grid = (gates.shape[0], -(-size // block), 1)
-    _launch(kernel, grid, (*arguments, float(recipe[2])), (block, _ACTIVATIONS[act], keep_product, *constants), warps)
+    _launch(kernel, grid, arguments, (block, _ACTIVATIONS[act], keep_product, *constants), options)
     return values, scales, product
 
 
-def _act_layout(size: int, rows: int, group: int | None) -> tuple[int, int]:
-    """(elements, warps) of a program: a row where that has one scale, else a piece of it. Measured on an H200."""
+Options = tuple[tuple[str, int], ...]  # of Triton's compiler
+
+
+def _norm_layout(size: int, rows: int) -> tuple[int, Options]:
+    """(elements, options) of a program, which has a row. Measured on an H200."""
+    block = _power_of_two(size)
+    warps = min(32, max(1, block // 256)) if rows < _MANY_ROWS else min(16, max(4, block // 1024))
+    return block, (("num_warps", warps),)
+
+
+def _piece_layout(size: int, rows: int, group: int | None) -> tuple[int, Options]:
+    """(elements, options) of a program: a row where that has one scale, else a piece of it. Measured on an H200."""
     block = _power_of_two(size)
     if group == size:
-        return block, min(32, max(1, block // (256 if rows < _MANY_ROWS or block > 8192 else 1024)))
+        warps = min(32, max(1, block // (256 if rows < _MANY_ROWS or block > 8192 else 1024)))
+        return block, (("num_warps", warps),)
     few = size * rows < 1 << 20
     piece = max(min(512 if few else 1024, block), group or 1)
     per_warp = 128 if few else 256 if group == 1 else 512
-    return piece, max(1, piece // per_warp)
+    return piece, (("num_warps", max(1, piece // per_warp)),)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -139,36 +165,60 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.data_ptr() % 16 == 0 else rows.clone(memory_format=torch.contiguous_format)
 
 
+def empty_scales(x: torch.Tensor, shape: Sequence[Any], layout: str) -> torch.Tensor:
+    """fp32, not written yet. "column": the scales of a group, of all rows, side by side, as ``torch._scaled_mm`` takes
+    those of blocks; each such column starts at a multiple of 16 bytes."""
+    if layout == "row":
+        return x.new_empty(shape, dtype=torch.float32)
+    *leading, groups = shape
+    column = -(-math.prod(leading) // 4) * 4
+    steps = [math.prod(leading[place + 1 :]) for place in range(len(leading))]
+    return x.new_empty((groups, column), dtype=torch.float32).as_strided((*leading, groups), (*steps, column))
+
+
 def _scales(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, recipe: Recipe
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
-    """(values, scales, the given scale or a stand-in, constants of the kernel from GROUP on)."""
-    group, scale_dtype, floor, zero_to_one, by_reciprocal, power_of_two = recipe
+) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, int, int], float, tuple[Any, ...]]:
+    """(values, scales, (the given scale or a stand-in, from a row's scales to the next row's, from a group's to the next
+    one's), floor, constants of the kernel from GROUP on)."""
+    group, scale_dtype, floor, zero_to_one, by_reciprocal, power_of_two, _, least, layout = recipe
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    steps: tuple[Any, int, int]
     if scale is not None:
-        scales, kind = scale.new_empty(0), 0
+        scales, kind, steps = scale.new_empty(0), 0, (scale, 0, 1)
     else:
         assert group is not None
-        scales = torch.empty((*x.shape[:-1], x.shape[-1] // group), dtype=torch.float32, device=x.device)
+        groups = x.shape[-1] // group
+        scales = empty_scales(x, (*x.shape[:-1], groups), layout)
         kind = -1 if group == x.shape[-1] else group
+        steps = (scales, groups, 1) if layout == "row" else (scales, 1, scales.stride(-1))
     narrow = scale_dtype == x.dtype
-    switches = (kind, float(torch.finfo(dtype).max), narrow, floor > 0, zero_to_one, by_reciprocal, power_of_two)
-    return values, scales, scales if scale is None else scale, switches
+    switches = (
+        kind,
+        float(torch.finfo(dtype).max),
+        narrow,
+        floor > 0,
+        zero_to_one,
+        by_reciprocal,
+        power_of_two,
+        float(least),
+    )
+    return values, scales, steps, float(floor), switches
 
 
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, constants: tuple, warps: int) -> None:
+def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, constants: tuple, options: Options) -> None:
     """Like ``kernel[grid](...)``, in a third of the host's time: what is compiled is found by what it is compiled for."""
     tensors = next(a for a in arguments if isinstance(a, torch.Tensor))
-    key = (kernel, tensors.device, warps, constants, *map(_kind, arguments))
+    key = (kernel, tensors.device, options, constants, *map(_kind, arguments))
     found = _compiled.get(key)
     with torch.cuda.device(tensors.device):
         if found is None:
             names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-            found = kernel.warmup(*arguments, **dict(zip(names, constants, strict=True)), grid=(1,), num_warps=warps)
+            found = kernel.warmup(*arguments, **dict(zip(names, constants, strict=True)), grid=(1,), **dict(options))
             found._init_handles()
             _compiled[key] = found
         found[grid](*arguments, *constants, stream=torch.cuda.current_stream().cuda_stream)

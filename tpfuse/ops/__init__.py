@@ -6,7 +6,8 @@ from tpfuse.ops.all_reduce import all_reduce
 from tpfuse.ops.all_reduce_rms_norm import all_reduce_rms_norm
 from tpfuse.ops.matmul_all_reduce import matmul_all_reduce
 from tpfuse.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from tpfuse.ops.quantize_fp8 import Recipe
+from tpfuse.ops.quantize_fp8 import Recipe, quantize_fp8_per_group, quantize_fp8_per_token, quantize_fp8_static
+from tpfuse.ops.quantize_nvfp4 import quantize_nvfp4
 from tpfuse.ops.rms_norm_quantize_fp8 import rms_norm_quantize_fp8
 
 __all__ = [
@@ -17,5 +18,9 @@ __all__ = [
     "all_reduce_rms_norm",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "quantize_fp8_per_group",
+    "quantize_fp8_per_token",
+    "quantize_fp8_static",
+    "quantize_nvfp4",
     "rms_norm_quantize_fp8",
 ]

@@ -10,7 +10,7 @@ import torch
 from tpfuse.kernels import quantize
 from tpfuse.ops import library
 from tpfuse.ops.act_mul import ACTIVATIONS, activate
-from tpfuse.ops.quantize_fp8 import SCHEMA, Recipe, check_fp8, quantized, scale_shape
+from tpfuse.ops.quantize_fp8 import SCHEMA, Recipe, check_fp8, empty_results, quantized
 
 NAME = "act_mul_quantize_fp8"
 
@@ -24,9 +24,8 @@ def _run(gate, up, act, keep_product, dtype, scale=None, *recipe):
     return values, scales, product if keep_product else gate.new_empty(0)
 
 
-def _fake(gate, up, act, keep_product, dtype, scale=None, group=None, *rest):
-    shape = [0] if scale is not None else scale_shape(gate.shape, group)
-    values, scales = gate.new_empty(gate.shape, dtype=dtype), gate.new_empty(shape, dtype=torch.float32)
+def _fake(gate, up, act, keep_product, dtype, scale=None, *recipe):
+    values, scales = empty_results(gate, dtype, scale, recipe)
     return values, scales, gate.new_empty(gate.shape if keep_product else 0)
 
 

@@ -2,7 +2,8 @@
 
 It says which dtype scales are computed in and how they are applied, since either changes bytes: quantisers that differ in
 one bit are different recipes, not one. In graphs it exists at compile time only, as ``tpfuse::rms_norm`` does: what no
-fusion takes is lowered back to the operations it came from.
+fusion takes is lowered back to the operations it came from. ``quantize_fp8_static``, ``_per_token`` and ``_per_group`` are
+its public forms.
 
 T  tokens (all leading dimensions together)     D  hidden size     G  group size
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tpfuse.kernels import quantize
 from tpfuse.ops import library
 from tpfuse.ops.arguments import check_floating, check_tensors, told
 from tpfuse.ops.library import needs_gradients
@@ -24,8 +26,9 @@ NAME = "quantize_fp8"
 #: Schema of a recipe, in the order of Recipe's fields.
 SCHEMA = (
     "int? group=None, ScalarType scale_dtype=float, float floor=0.0, bool zero_to_one=False, bool by_reciprocal=False, "
-    "bool power_of_two=False"
+    "bool power_of_two=False, bool inverse=False, float least=0.0, str scale_layout='row'"
 )
+LAYOUTS = ("row", "column")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Recipe:
     zero_to_one    a greatest magnitude of zero is taken for one (compressed-tensors)
     by_reciprocal  x * (1 / scale) rather than x / scale
     power_of_two   the scale is rounded up to a power of two (UE8M0)
+    inverse        values are multiplied by the scale, which is the format's greatest magnitude divided by theirs (torchao's
+                   training); a power of two is rounded down
+    least          the least that values are divided by; the scale that is returned may be less (Hugging Face's kernels)
+    scale_layout   of scales in memory: "row", or "column", where those of a group, of all tokens, lie side by side: strides
+                   (1, T rounded up to a multiple of 4), as ``torch._scaled_mm`` takes those of blocks
     """
 
     group: int | None = None
@@ -46,17 +54,23 @@ class Recipe:
     zero_to_one: bool = False
     by_reciprocal: bool = False
     power_of_two: bool = False
+    inverse: bool = False
+    least: float = 0.0
+    scale_layout: str = "row"
 
     @property
-    def arguments(self) -> tuple[int | None, torch.dtype, float, bool, bool, bool]:
+    def arguments(self) -> tuple[Any, ...]:
         """As operations take them, in the order of SCHEMA."""
-        return self.group, self.scale_dtype, self.floor, self.zero_to_one, self.by_reciprocal, self.power_of_two
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def check(self, size: int) -> None:
         """Raises ValueError: rows of ``size`` elements cannot be quantised so."""
         if self.group is not None and (not isinstance(self.group, int) or self.group < 1 or size % self.group):
             raise ValueError(f"a recipe's group must divide the row of {size} elements, got {self.group}")
         check_floating("recipe", "scale_dtype", self.scale_dtype)
+        if self.scale_layout not in LAYOUTS or (self.scale_layout == "column" and self.group is None):
+            layouts = f"{' or '.join(LAYOUTS)}, with a group"
+            raise ValueError(f"a recipe's scale_layout must be {layouts}, got {self.scale_layout!r}, group {self.group}")
 
 
 def scale_shape(shape: torch.Size | tuple[int, ...], group: int | None) -> list[int]:
@@ -78,17 +92,25 @@ def dynamic_scale(x: torch.Tensor, recipe: Recipe, dtype: torch.dtype) -> torch.
         most = most.clamp(min=recipe.floor)
     if recipe.zero_to_one:
         most = torch.where(most > 0, most, 1.0)
-    scale = (most / torch.finfo(dtype).max).float()
-    return torch.exp2(torch.ceil(torch.log2(scale))) if recipe.power_of_two else scale
+    greatest = torch.finfo(dtype).max
+    scale = (greatest / most if recipe.inverse else most / greatest).float()
+    if not recipe.power_of_two:
+        return scale
+    exponent = torch.log2(scale)
+    return torch.exp2(torch.floor(exponent) if recipe.inverse else torch.ceil(exponent))
 
 
-def apply_scale(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, by_reciprocal: bool = False) -> torch.Tensor:
-    """x [..., D] / scale [..., D / group], saturated, as ``dtype``."""
+def apply_scale(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, recipe: Recipe | None = None) -> torch.Tensor:
+    """x [..., D] / scale [..., D / group], saturated, as ``dtype``; otherwise applied where a recipe says so."""
     groups = scale.shape[-1] if scale.dim() else 1
-    wide = x.float()
+    wide, how = x.float(), recipe or Recipe()
     parts = wide.unflatten(-1, (groups, -1)) if groups > 1 else wide
     factor = scale.unsqueeze(-1) if groups > 1 else scale
-    scaled = parts * (1.0 / factor) if by_reciprocal else parts / factor
+    if how.least:
+        factor = factor.clamp(min=how.least)
+    if how.by_reciprocal:
+        factor = 1.0 / factor
+    scaled = parts * factor if how.inverse or how.by_reciprocal else parts / factor
     most = torch.finfo(dtype).max
     return scaled.view(x.shape).clamp(-most, most).to(dtype)
 
@@ -130,18 +152,93 @@ def quantized(
     if scale is not None:
         return apply_scale(x, scale, dtype), x.new_empty(0, dtype=torch.float32)
     scales = dynamic_scale(x, recipe, dtype)
-    return apply_scale(x, scales, dtype, recipe.by_reciprocal), scales
+    values = apply_scale(x, scales, dtype, recipe)
+    if recipe.scale_layout == "row":
+        return values, scales
+    return values, quantize.empty_scales(x, scales.shape, recipe.scale_layout).copy_(scales)
+
+
+def empty_results(
+    x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, recipe: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, scales) without what is in them. recipe: as operations get it, defaults at its end left out."""
+    how = Recipe(*recipe)
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if scale is not None:
+        return values, x.new_empty(0, dtype=torch.float32)
+    return values, quantize.empty_scales(x, scale_shape(x.shape, how.group), how.scale_layout)
 
 
 def _run(x, dtype, scale=None, *recipe):
-    return quantized(x, dtype, scale, Recipe(*recipe))
+    how = Recipe(*recipe)
+    if x.numel() and not quantize.cannot(x, how.arguments, scale is not None, False):
+        return quantize.quantize_fp8(x, dtype, scale, how.arguments)
+    return quantized(x, dtype, scale, how)
 
 
-def _fake(x, dtype, scale=None, group=None, *rest):
-    shape = [0] if scale is not None else scale_shape(x.shape, group)
-    return torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(shape, dtype=torch.float32, device=x.device)
+def _fake(x, dtype, scale=None, *recipe):
+    return empty_results(x, dtype, scale, recipe)
 
 
 OP = library.define(
     f"{NAME}(Tensor x, ScalarType dtype, Tensor? scale=None, {SCHEMA}) -> (Tensor, Tensor)", _run, _fake, collective=False
 )
+
+
+def quantize_fp8_static(x: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    """x / scale, saturated, in FP8.
+
+    x        [..., D]  bf16, fp16 or fp32
+    scale    [1] fp32
+    dtype    torch.float8_e4m3fn or torch.float8_e5m2
+    returns  [..., D] of ``dtype``
+
+    On CUDA (compute capability 8.9 or more; bf16 and fp16) one Triton kernel, else eager operations, to the same bytes.
+    Safe in CUDA graphs. No gradients. Raises ValueError: a shape or dtype other than the above.
+    """
+    op = f"{NAME}_static"
+    check_fp8(op, {"x": x, "scale": scale}, {}, dtype, scale, None)  # needed here
+    return OP(x, dtype, scale, *Recipe().arguments)[0]
+
+
+def quantize_fp8_per_token(
+    x: torch.Tensor, *, recipe: Recipe | None = None, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in FP8, with a scale for each token: what ``torch._scaled_mm`` with scales of rows reads.
+
+        scale = x.abs().amax(-1, keepdim=True).float() / 448
+        return (x.float() / scale).clamp(-448, 448).to(dtype), scale
+
+    x        [..., D]  bf16, fp16 or fp32
+    recipe   another way to compute scales (``tpfuse.ops.Recipe``; its group is not used): in x's dtype, powers of two, ...
+    dtype    torch.float8_e4m3fn or torch.float8_e5m2
+    returns  values [..., D] of ``dtype``, and scales, fp32 [..., 1]
+
+    A row of zeros becomes NaN, as torchao's does, unless the recipe has ``zero_to_one`` or a ``floor``. On CUDA (compute
+    capability 8.9 or more; bf16 and fp16, D up to 16384) one Triton kernel, else eager operations, to the same bytes. Safe
+    in CUDA graphs. No gradients. Raises ValueError: a shape or dtype other than the above.
+    """
+    return _dynamic(f"{NAME}_per_token", x, None, recipe, dtype)
+
+
+def quantize_fp8_per_group(
+    x: torch.Tensor, *, group: int = 128, recipe: Recipe | None = None, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in FP8, with a scale for each ``group`` elements of a row: blocks of 1 x 128 and 1 x 64.
+
+    x        [..., D]  bf16, fp16 or fp32; D a multiple of ``group``
+    recipe   another way to compute scales (``tpfuse.ops.Recipe``; its group is not used). ``Recipe(scale_layout="column")``
+             gives scales as ``torch._scaled_mm`` takes those of blocks of 1 x 128, if T is a multiple of 4
+    dtype    torch.float8_e4m3fn or torch.float8_e5m2
+    returns  values [..., D] of ``dtype``, and scales, fp32 [..., D / group]
+
+    Zeros, kernels, CUDA graphs, gradients and errors as in ``quantize_fp8_per_token``; any D, groups of powers of two.
+    """
+    return _dynamic(f"{NAME}_per_group", x, group, recipe, dtype)
+
+
+def _dynamic(op, x, group, recipe, dtype):
+    check_fp8(op, {"x": x}, {}, dtype, None, recipe)
+    how = dataclasses.replace(recipe or Recipe(), group=x.shape[-1] if group is None else group)
+    how.check(x.shape[-1])
+    return OP(x, dtype, None, *how.arguments)

@@ -10,7 +10,7 @@ import torch
 from tpfuse.kernels import quantize
 from tpfuse.ops import library
 from tpfuse.ops.arguments import check_floating, check_number
-from tpfuse.ops.quantize_fp8 import SCHEMA, Recipe, check_fp8, quantized, scale_shape
+from tpfuse.ops.quantize_fp8 import SCHEMA, Recipe, check_fp8, empty_results, quantized
 from tpfuse.ops.rms_norm import normalize
 
 NAME = "rms_norm_quantize_fp8"
@@ -28,10 +28,9 @@ def _run(x, residual, weight, eps, weight_offset, normed_dtype, keep_normed, dty
     return values, scales, normed if keep_normed else x.new_empty(0), x.new_empty(0) if residual is None else total
 
 
-def _fake(x, residual, weight, eps, weight_offset, normed_dtype, keep_normed, dtype, scale=None, group=None, *rest):
-    shape = [0] if scale is not None else scale_shape(x.shape, group)
+def _fake(x, residual, weight, eps, weight_offset, normed_dtype, keep_normed, dtype, scale=None, *recipe):
     whole = lambda there: x.new_empty(x.shape if there else 0)  # noqa: E731
-    values, scales = x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=torch.float32)
+    values, scales = empty_results(x, dtype, scale, recipe)
     return values, scales, whole(keep_normed), whole(residual is not None)
 
 

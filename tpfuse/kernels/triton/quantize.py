@@ -12,7 +12,7 @@ import triton.language as tl
 
 STATIC, ROW = tl.constexpr(0), tl.constexpr(-1)  # GROUP: one scale is given; one is computed for each row
 SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)
-#: Scales outside are applied by a true division: their reciprocals or remainders leave the range of normal numbers.
+#: Reciprocals and remainders of scales outside may leave the range of normal numbers.
 _LEAST, _MOST = tl.constexpr(2.0**-60), tl.constexpr(2.0**60)
 
 
@@ -51,28 +51,44 @@ def _scale_of(
 
 @triton.jit
 def _divide(y, scale, RECIPROCAL: tl.constexpr, GIVEN: tl.constexpr):
-    """y / scale, rounded as IEEE does (or y times the rounded reciprocal): from the reciprocal, by one step of Newton."""
-    reciprocal = tl.math.div_rn(1.0, scale)
-    scaled = y * reciprocal
-    if not RECIPROCAL:
+    """y / scale, rounded as IEEE does (or y times the rounded reciprocal): from the reciprocal, by one step of Newton.
+
+    Powers of two bring extreme scales to where reciprocals and remainders are normal numbers. What is lost of y is of
+    quotients that are zero in FP8.
+    """
+    if RECIPROCAL:
+        scaled = y * tl.math.div_rn(1.0, scale)
+    else:
+        size = tl.abs(scale)
+        factor = tl.where(size < _LEAST, _MOST, tl.where(size > _MOST, _LEAST, 1.0))
+        near = scale * factor
+        reciprocal = tl.math.div_rn(1.0, near)
+        wide = y * factor
+        scaled = wide * reciprocal
         if GIVEN:  # infinite values may meet a finite scale: keep the remainder a number
             scaled = tl.clamp(scaled, -3e38, 3e38)
-        corrected = tl.fma(tl.fma(-scaled, scale, y), reciprocal, scaled)
-        sign = y.to(tl.int32, bitcast=True) & -0x80000000  # which a remainder of zero loses for -0.0
+        rest = tl.fma(-scaled, tl.minimum(near, 3e38), wide)  # an infinite scale gives zeros
+        corrected = tl.fma(rest, reciprocal, scaled)
+        sign = (y.to(tl.int32, bitcast=True) ^ scale.to(tl.int32, bitcast=True)) & -0x80000000  # lost where the rest is 0
         scaled = (corrected.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-        fit = (scale > _LEAST) & (scale < _MOST)
-        if tl.max(tl.where(fit, 0, 1)) > 0:
-            scaled = tl.math.div_rn(y, scale)
     return scaled
+
+
+@triton.jit
+def _at_least(scale, LEAST: tl.constexpr):
+    return tl.where(scale < LEAST, LEAST, scale) if LEAST > 0 else scale  # keeps NaN
 
 
 @triton.jit
 def _quantize(
     y, scale_in, scales, values, at, scale_at, mask, scale_mask, floor,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr,
-    ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
+    ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr = 0.0, scale_step=1,
 ):  # fmt: skip
-    """Store y [BLOCK], of the model's dtype, as FP8 at the places ``at``, and its scales from ``scale_at`` on."""
+    """Store y [BLOCK], of the model's dtype, as FP8 at the places ``at``, and its scales from ``scale_at`` on.
+
+    scale_step  from a group's scale to the next one's
+    """
     DTYPE: tl.constexpr = y.dtype
     FP8: tl.constexpr = values.dtype.element_ty
     wide = y.to(tl.float32)
@@ -81,22 +97,23 @@ def _quantize(
     elif GROUP == ROW:
         scale = _scale_of(_magnitude(wide, 0), floor, MOST, NARROW, FLOOR, ZERO_TO_ONE, POWER, DTYPE)
         tl.store(scales + scale_at + tl.arange(0, 1), scale)
-        scaled = _divide(wide, scale, RECIPROCAL, False)
+        scaled = _divide(wide, _at_least(scale, LEAST), RECIPROCAL, False)
     else:
         groups = tl.reshape(wide, (BLOCK // GROUP, GROUP))
         scale = _scale_of(_magnitude(groups, 1), floor, MOST, NARROW, FLOOR, ZERO_TO_ONE, POWER, DTYPE)
-        places = scale_at + tl.arange(0, BLOCK // GROUP)[:, None]
+        places = scale_at + tl.arange(0, BLOCK // GROUP)[:, None] * scale_step
         tl.store(scales + places, scale, mask=tl.arange(0, BLOCK // GROUP)[:, None] < scale_mask)
-        scaled = tl.reshape(_divide(groups, scale, RECIPROCAL, False), (BLOCK,))
+        scaled = tl.reshape(_divide(groups, _at_least(scale, LEAST), RECIPROCAL, False), (BLOCK,))
     tl.store(values + at, scaled.to(FP8), mask=mask)  # the conversion saturates
 
 
 @triton.jit
 def tpfuse_rms_norm_quantize_fp8(
-    x, residual, weight, normed, total, values, scales, scale_in, size, row_stride, scale_row, eps, offset, floor,
+    x, residual, weight, normed, total, values, scales, scale_in, size, row_stride, scale_row, scale_step,
+    eps, offset, floor,
     BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
     KEEP: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr,
-    ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
+    ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """One row: [+ residual, stored as total] -> RMSNorm [stored as normed] -> FP8."""
     row = tl.program_id(0).to(tl.int64)
@@ -104,6 +121,8 @@ def tpfuse_rms_norm_quantize_fp8(
     mask = column < size
     DTYPE: tl.constexpr = x.dtype.element_ty
     h = tl.load(x + row * row_stride + column, mask=mask, other=0.0)
+    if WEIGHT:  # now, for it is on its way while the row is summed
+        w = tl.load(weight + column, mask=mask, other=0.0)
     if RESIDUAL:
         h = (h.to(tl.float32) + tl.load(residual + row * size + column, mask=mask, other=0.0).to(tl.float32)).to(DTYPE)
         tl.store(total + row * size + column, h, mask=mask)
@@ -112,23 +131,23 @@ def tpfuse_rms_norm_quantize_fp8(
     if ROUND:
         y = y.to(DTYPE).to(tl.float32)
     if WEIGHT:
-        w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-        y *= w + offset if OFFSET else w
+        y *= w.to(tl.float32) + offset if OFFSET else w.to(tl.float32)
     y = y.to(DTYPE)
     if KEEP:
         tl.store(normed + row * size + column, y, mask=mask)
     groups = size // GROUP if GROUP > 0 else 1
     _quantize(
         y, scale_in, scales, values, row * size + column, row * scale_row, mask, groups, floor,
-        BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER,
+        BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER, LEAST, scale_step,
     )  # fmt: skip
 
 
 @triton.jit
 def tpfuse_act_mul_quantize_fp8(
-    gate, up, products, values, scales, scale_in, size, gate_stride, up_stride, scale_row, floor,
+    gate, up, products, values, scales, scale_in, size, gate_stride, up_stride, scale_row, scale_step, floor,
     BLOCK: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
     NARROW: tl.constexpr, FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     """A row, or BLOCK elements of it: act(gate) * up [stored as products] -> FP8."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -148,7 +167,26 @@ def tpfuse_act_mul_quantize_fp8(
     first = piece * (BLOCK // GROUP) if GROUP > 0 else 0
     groups = size // GROUP - first if GROUP > 0 else 1
     _quantize(
-        y, scale_in, scales, values, row * size + column, row * scale_row + first,
+        y, scale_in, scales, values, row * size + column, row * scale_row + first * scale_step,
         mask, groups, floor,
-        BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER,
+        BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER, LEAST, scale_step,
+    )  # fmt: skip
+
+
+@triton.jit
+def tpfuse_quantize_fp8(
+    x, values, scales, scale_in, size, row_stride, scale_row, scale_step, floor,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr,
+    ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """A row, or BLOCK elements of it -> FP8."""
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = piece * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    y = tl.load(x + row * row_stride + column, mask=mask, other=0.0)
+    first = piece * (BLOCK // GROUP) if GROUP > 0 else 0
+    groups = size // GROUP - first if GROUP > 0 else 1
+    _quantize(
+        y, scale_in, scales, values, row * size + column, row * scale_row + first * scale_step, mask, groups,
+        floor, BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER, LEAST, scale_step,
     )  # fmt: skip
