@@ -5,6 +5,8 @@ T  rows (tokens, all leading dimensions together)     D  row length     G  group
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -81,9 +83,16 @@ def quantize_fp8(
 
     size, rows = x.shape[-1], _rows(x)
     values, scales, (given, *steps), floor, constants = _scales(x, dtype, scale, recipe)
-    block, options = _piece_layout(size, rows.shape[0], 1 if scale is not None else recipe[0])
-    grid = (rows.shape[0], -(-size // block), 1)
-    _launch(kernel, grid, (rows, values, scales, given, size, rows.stride(0), *steps, floor), (block, *constants), options)
+    layout = _piece_layout(size, rows.shape[0], 1 if scale is not None else recipe[0])
+    layout = dataclasses.replace(layout, stages=0)
+    arguments = (rows, values, scales, given, size, rows.stride(0), *steps, floor)
+    _launch(
+        kernel,
+        (rows.shape[0], -(-size // layout.block), 1),
+        arguments,
+        (layout.block, _early(x.device), *constants),
+        layout,
+    )
     return values, scales
 
 
@@ -106,11 +115,13 @@ def rms_norm_quantize_fp8(
     summands = None if residual is None else _rows(residual.contiguous())
     values, scales, (given, *steps), floor, constants = _scales(x, dtype, scale, recipe)
     normed, total = (x.new_empty(x.shape if there else 0) for there in (keep_normed, residual is not None))
-    block, options = _norm_layout(size, rows.shape[0])
-    arguments = (rows, summands, aligned(weight), normed, total, values, scales, given, size, rows.stride(0), *steps)
-    switches = (block, residual is not None, weight is not None, bool(weight_offset), normed_dtype == x.dtype, keep_normed)
+    count = rows.shape[0]
+    layout = _norm_layout(size, count)
+    arguments = (rows, summands, aligned(weight), normed, total, values, scales, given, count, size, rows.stride(0), *steps)
+    switches = (residual is not None, weight is not None, bool(weight_offset), normed_dtype == x.dtype, keep_normed)
     numbers = (float(eps), float(weight_offset), floor)
-    _launch(kernel, (rows.shape[0], 1, 1), (*arguments, *numbers), (*switches, *constants), options)
+    constants = (layout.block, layout.stages, _early(x.device), *switches, *constants)
+    _launch(kernel, (layout.programs(x, count), 1, 1), (*arguments, *numbers), constants, layout)
     return values, scales, normed, total
 
 
@@ -129,33 +140,66 @@ def act_mul_quantize_fp8(
     size, gates, ups = gate.shape[-1], _rows(gate), _rows(up)
     values, scales, (given, *steps), floor, constants = _scales(gate, dtype, scale, recipe)
     product = gate.new_empty(gate.shape if keep_product else 0)
-    block, options = _piece_layout(size, gates.shape[0], 1 if scale is not None else recipe[0])
-    arguments = (gates, ups, product, values, scales, given, size, gates.stride(0), ups.stride(0), *steps, floor)
-    grid = (gates.shape[0], -(-size // block), 1)
-    _launch(kernel, grid, arguments, (block, _ACTIVATIONS[act], keep_product, *constants), options)
+    count = gates.shape[0]
+    layout = _piece_layout(size, count, 1 if scale is not None else recipe[0])
+    arguments = (gates, ups, product, values, scales, given, count, size, gates.stride(0), ups.stride(0), *steps, floor)
+    grid = (layout.programs(gate, count), -(-size // layout.block), 1)
+    constants = (layout.block, layout.stages, _early(gate.device), _ACTIVATIONS[act], keep_product, *constants)
+    _launch(kernel, grid, arguments, constants, layout)
     return values, scales, product
 
 
-Options = tuple[tuple[str, int], ...]  # of Triton's compiler
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """block    elements of a program
+    warps
+    stages   0: a program has one piece; else a program has many rows, and this many are in its shared memory, but one
+    per_sm   with stages: programs of a multiprocessor
+    most     registers of a thread, 0: as many as the compiler likes
+    """
+
+    block: int
+    warps: int
+    stages: int = 0
+    per_sm: int = 0
+    most: int = 0
+
+    def programs(self, x: torch.Tensor, rows: int) -> int:
+        """How many of them share the rows."""
+        return min(rows, self.per_sm * _multiprocessors(x.device)) if self.stages else rows
 
 
-def _norm_layout(size: int, rows: int) -> tuple[int, Options]:
-    """(elements, options) of a program, which has a row. Measured on an H200."""
+# Measured on an H200: fewer rows want more threads for each, many want more work for each thread.
+
+
+@functools.lru_cache(4096)
+def _norm_layout(size: int, rows: int) -> _Layout:
     block = _power_of_two(size)
-    warps = min(32, max(1, block // 256)) if rows < _MANY_ROWS else min(16, max(4, block // 1024))
-    return block, (("num_warps", warps),)
+    if block <= 8192:
+        return _Layout(block, min(32, max(1, block // 256)) if rows < _MANY_ROWS else max(4, block // 1024))
+    return (
+        _Layout(block, 16, 2, 2, 64) if rows >= _MANY_ROWS else _Layout(block, 16)
+    )  # else one of them fills all registers
 
 
-def _piece_layout(size: int, rows: int, group: int | None) -> tuple[int, Options]:
-    """(elements, options) of a program: a row where that has one scale, else a piece of it. Measured on an H200."""
-    block = _power_of_two(size)
+@functools.lru_cache(4096)
+def _piece_layout(size: int, rows: int, group: int | None) -> _Layout:
+    """A row where that has one scale, else a piece of it. group: 1 where a scale is given."""
+    block, elements = _power_of_two(size), size * rows
     if group == size:
-        warps = min(32, max(1, block // (256 if rows < _MANY_ROWS or block > 8192 else 1024)))
-        return block, (("num_warps", warps),)
-    few = size * rows < 1 << 20
-    piece = max(min(512 if few else 1024, block), group or 1)
-    per_warp = 128 if few else 256 if group == 1 else 512
-    return piece, (("num_warps", max(1, piece // per_warp)),)
+        per_warp = 256 if rows < _MANY_ROWS else 512 if block * rows <= 1 << 23 else 1024
+        if block > 8192 and per_warp == 1024:
+            return _Layout(block, 16, 2, 2, 64)
+        return _Layout(block, min(32, max(1, block // per_warp)))
+    few, many = elements < 1 << 20, elements >= 1 << (24 if group == 1 else 25)
+    piece = max(min(1024 if many or (group == 1 and not few) else 512, block), group or 1)
+    per_warp = 128 if few else 256 if group == 1 and not many else 512
+    return _Layout(piece, max(1, piece // per_warp))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -210,15 +254,24 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, constants: tuple, options: Options) -> None:
+@functools.cache
+def _early(device: torch.device) -> bool:
+    """Whether kernels may be launched while the one before still runs, for whose end they then wait."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, constants: tuple, layout: _Layout) -> None:
     """Like ``kernel[grid](...)``, in a third of the host's time: what is compiled is found by what it is compiled for."""
-    tensors = next(a for a in arguments if isinstance(a, torch.Tensor))
-    key = (kernel, tensors.device, options, constants, *map(_kind, arguments))
+    x = next(a for a in arguments if isinstance(a, torch.Tensor))
+    key = (kernel, x.device, layout, constants, *map(_kind, arguments))
     found = _compiled.get(key)
-    with torch.cuda.device(tensors.device):
+    with torch.cuda.device(x.device):
         if found is None:
             names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-            found = kernel.warmup(*arguments, **dict(zip(names, constants, strict=True)), grid=(1,), **dict(options))
+            options: dict[str, Any] = {"num_warps": layout.warps, "launch_pdl": _early(x.device)}
+            if layout.most:
+                options["maxnreg"] = layout.most
+            found = kernel.warmup(*arguments, **dict(zip(names, constants, strict=True)), grid=(1,), **options)
             found._init_handles()
             _compiled[key] = found
         found[grid](*arguments, *constants, stream=torch.cuda.current_stream().cuda_stream)

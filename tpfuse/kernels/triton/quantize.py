@@ -9,11 +9,20 @@ D  row length     GROUP  elements that share a scale
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 STATIC, ROW = tl.constexpr(0), tl.constexpr(-1)  # GROUP: one scale is given; one is computed for each row
 SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)
 #: Reciprocals and remainders of scales outside may leave the range of normal numbers.
 _LEAST, _MOST = tl.constexpr(2.0**-60), tl.constexpr(2.0**60)
+
+
+@triton.jit
+def _begin(EARLY: tl.constexpr):
+    """EARLY: launched while the kernel before still runs, and waits for its results; so may the next one be."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -108,21 +117,19 @@ def _quantize(
 
 
 @triton.jit
-def tpfuse_rms_norm_quantize_fp8(
-    x, residual, weight, normed, total, values, scales, scale_in, size, row_stride, scale_row, scale_step,
+def _norm_row(
+    x, residual, w, normed, total, values, scales, scale_in, row, size, row_stride, scale_row, scale_step,
     eps, offset, floor,
     BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
     KEEP: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr,
     ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """One row: [+ residual, stored as total] -> RMSNorm [stored as normed] -> FP8."""
-    row = tl.program_id(0).to(tl.int64)
+    row = row.to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
     DTYPE: tl.constexpr = x.dtype.element_ty
     h = tl.load(x + row * row_stride + column, mask=mask, other=0.0)
-    if WEIGHT:  # now, for it is on its way while the row is summed
-        w = tl.load(weight + column, mask=mask, other=0.0)
     if RESIDUAL:
         h = (h.to(tl.float32) + tl.load(residual + row * size + column, mask=mask, other=0.0).to(tl.float32)).to(DTYPE)
         tl.store(total + row * size + column, h, mask=mask)
@@ -143,14 +150,43 @@ def tpfuse_rms_norm_quantize_fp8(
 
 
 @triton.jit
-def tpfuse_act_mul_quantize_fp8(
-    gate, up, products, values, scales, scale_in, size, gate_stride, up_stride, scale_row, scale_step, floor,
+def tpfuse_rms_norm_quantize_fp8(
+    x, residual, weight, normed, total, values, scales, scale_in, rows, size, row_stride, scale_row, scale_step,
+    eps, offset, floor,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr, ROUND: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+    NARROW: tl.constexpr, FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """A row, or with STAGES every so many rows one, of which the next is on its way through shared memory."""
+    _begin(EARLY)
+    w = 0.0
+    if WEIGHT:  # first, for it is on its way while the row is summed
+        w = tl.load(weight + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < size, other=0.0)
+    if STAGES == 0:
+        _norm_row(
+            x, residual, w, normed, total, values, scales, scale_in, tl.program_id(0), size, row_stride, scale_row,
+            scale_step, eps, offset, floor, BLOCK, RESIDUAL, WEIGHT, OFFSET, ROUND, KEEP, GROUP, MOST, NARROW, FLOOR,
+            ZERO_TO_ONE, RECIPROCAL, POWER, LEAST,
+        )  # fmt: skip
+    else:
+        for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+            _norm_row(
+                x, residual, w, normed, total, values, scales, scale_in, row, size, row_stride, scale_row,
+                scale_step, eps, offset, floor, BLOCK, RESIDUAL, WEIGHT, OFFSET, ROUND, KEEP, GROUP, MOST, NARROW, FLOOR,
+                ZERO_TO_ONE, RECIPROCAL, POWER, LEAST,
+            )  # fmt: skip
+
+
+@triton.jit
+def _act_piece(
+    gate, up, products, values, scales, scale_in, row, piece, size, gate_stride, up_stride, scale_row, scale_step, floor,
     BLOCK: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
     NARROW: tl.constexpr, FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
     LEAST: tl.constexpr,
 ):  # fmt: skip
-    """A row, or BLOCK elements of it: act(gate) * up [stored as products] -> FP8."""
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """BLOCK elements of a row: act(gate) * up [stored as products] -> FP8."""
+    row = row.to(tl.int64)
     column = piece * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     DTYPE: tl.constexpr = gate.dtype.element_ty
@@ -167,19 +203,42 @@ def tpfuse_act_mul_quantize_fp8(
     first = piece * (BLOCK // GROUP) if GROUP > 0 else 0
     groups = size // GROUP - first if GROUP > 0 else 1
     _quantize(
-        y, scale_in, scales, values, row * size + column, row * scale_row + first * scale_step,
-        mask, groups, floor,
+        y, scale_in, scales, values, row * size + column, row * scale_row + first * scale_step, mask, groups, floor,
         BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER, LEAST, scale_step,
     )  # fmt: skip
 
 
 @triton.jit
+def tpfuse_act_mul_quantize_fp8(
+    gate, up, products, values, scales, scale_in, rows, size, gate_stride, up_stride, scale_row, scale_step, floor,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr,
+    GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr,
+    RECIPROCAL: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """A piece of a row, or with STAGES every so many rows a whole one, of which the next is on its way."""
+    _begin(EARLY)
+    if STAGES == 0:
+        _act_piece(
+            gate, up, products, values, scales, scale_in, tl.program_id(0), tl.program_id(1), size, gate_stride,
+            up_stride, scale_row, scale_step, floor, BLOCK, ACT, KEEP, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE,
+            RECIPROCAL, POWER, LEAST,
+        )  # fmt: skip
+    else:
+        for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+            _act_piece(
+                gate, up, products, values, scales, scale_in, row, 0, size, gate_stride, up_stride, scale_row,
+                scale_step, floor, BLOCK, ACT, KEEP, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER, LEAST,
+            )  # fmt: skip
+
+
+@triton.jit
 def tpfuse_quantize_fp8(
     x, values, scales, scale_in, size, row_stride, scale_row, scale_step, floor,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr,
-    ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr,
+    FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """A row, or BLOCK elements of it -> FP8."""
+    _begin(EARLY)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = piece * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
