@@ -29,7 +29,7 @@ RECIPES = {
     "group, side by side": Recipe(group=128, least=1e-12, scale_layout="column"),
     "static": None,
 }
-SIZES = [(1, 128), (3, 2880), (5, 7168), (127, 4096), (300, 14336), (64, 16384), (2, 4100), (0, 256)]
+SIZES = [(1, 128), (3, 2880), (5, 7168), (127, 4096), (600, 14336), (520, 10240), (64, 16384), (2, 4100), (0, 256)]
 
 
 def draw(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor:

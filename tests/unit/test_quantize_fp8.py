@@ -54,11 +54,54 @@ def compressed_tensors(y):
     return cast(y.float() / scale), scale
 
 
+def torchao_training(y):
+    """Rows, powers of two; the product takes the reciprocal of the scale, which is of another node."""
+    most = torch.amax(torch.abs(y), dim=-1, keepdim=True).to(torch.float64)
+    scale = torch.exp2(torch.floor(torch.log2((448.0 / torch.clamp(most, min=1e-12)).to(torch.float32))))
+    return cast(y.to(torch.float32) * scale), scale
+
+
+def torchao_training_tensor(y):
+    scale = (448.0 / torch.clamp(torch.max(torch.abs(y)).to(torch.float64), min=1e-12)).to(torch.float32)
+    return cast(y.to(torch.float32) * scale), scale
+
+
+def deepgemm(y):
+    parts = y.view(-1, y.shape[-1] // G, G)
+    scale = parts.abs().float().amax(dim=2).view(-1, y.shape[-1] // G).clamp(1e-4) / 448.0
+    return (parts * (1.0 / scale.unsqueeze(2))).to(E4M3).view(y.shape), scale
+
+
+def deepgemm_powers_of_two(y):
+    parts = y.view(-1, y.shape[-1] // G, G)
+    most = parts.abs().float().amax(dim=2).view(-1, y.shape[-1] // G).clamp(1e-4)
+    scale = torch.pow(2.0, torch.ceil(torch.log2(most / 448.0)))
+    return (parts * (1.0 / scale.unsqueeze(2))).to(E4M3).view(y.shape), scale
+
+
+def hugging_face(y):
+    """As its Triton kernel computes it."""
+    parts = y.view(*y.shape[:-1], -1, G).float()
+    scale = parts.abs().amax(-1, keepdim=True) / 448.0
+    return (parts / torch.clamp(scale, min=1e-12)).to(E4M3).view(y.shape), scale.squeeze(-1)
+
+
 SPELLINGS = {
     "torchao row": (torchao_row, PER_TOKEN),
     "torchao tensor": (torchao_tensor, Recipe(scale_dtype=BF16)),
     "torchao group": (torchao_group, Recipe(group=G, scale_dtype=BF16)),
     "compressed-tensors": (compressed_tensors, Recipe(group=D, zero_to_one=True)),
+    "torchao training": (
+        torchao_training,
+        Recipe(group=D, scale_dtype=torch.float64, floor=1e-12, power_of_two=True, inverse=True),
+    ),
+    "torchao training, tensor": (torchao_training_tensor, Recipe(scale_dtype=torch.float64, floor=1e-12, inverse=True)),
+    "DeepGEMM": (deepgemm, Recipe(group=G, floor=1e-4, by_reciprocal=True)),
+    "DeepGEMM, powers of two": (
+        deepgemm_powers_of_two,
+        Recipe(group=G, floor=1e-4, by_reciprocal=True, power_of_two=True),
+    ),
+    "Hugging Face": (hugging_face, Recipe(group=G, least=1e-12)),
 }
 
 
@@ -75,7 +118,9 @@ X, R, W = bf16(T, D), bf16(T, D, seed=1), bf16(D, seed=2)
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return (
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(torch.atleast_1d(z).view(torch.uint8) for z in (a, b)))
+    )
 
 
 def hold_same_bits(found, expected):
@@ -111,8 +156,12 @@ def test_reference_at_the_edges():
 # -- recognised, and joined ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("spelling", SPELLINGS)
+DYNAMIC = [
+    (spelling, dynamic) for spelling in SPELLINGS for dynamic in ((False, True) if spelling != "DeepGEMM" else (True,))
+]
+
+
+@pytest.mark.parametrize("spelling, dynamic", DYNAMIC)
 def test_norm_and_quantisation_are_one(spelling, dynamic):
     quantise, _ = SPELLINGS[spelling]
 
@@ -131,18 +180,45 @@ def test_norm_and_quantisation_are_one(spelling, dynamic):
     assert run.report.count("fuse_norm_quant") == 1
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_activation_and_quantisation_are_one(spelling, swapped):
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("packing", ["gate first", "up first", "separate"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("spelling", ["torchao row", "DeepGEMM"])
+def test_activation_and_quantisation_are_one(spelling, act, packing):
     quantise, _ = SPELLINGS[spelling]
 
-    def model(packed):
-        gate, up = packed.chunk(2, -1)
-        return quantise(up * functional.silu(gate) if swapped else functional.silu(gate) * up)
+    def model(packed, other):
+        parts = packed.chunk(2, -1)
+        gate, up = (packed, other) if packing == "separate" else parts if packing == "gate first" else parts[::-1]
+        return quantise(up * ACTIVATIONS[act](gate) if packing == "up first" else ACTIVATIONS[act](gate) * up)
 
-    run = compile_with_tpfuse(model, bf16(T, 2 * D), config=ON)
-    hold_same_bits(run.outputs, model(bf16(T, 2 * D)))
-    assert len(run.calls(ACT_OP)) == 1 and run.report.count("fuse_act_quant") == 1
+    inputs = bf16(T, 2 * D), bf16(T, 2 * D, seed=1)
+    run = compile_with_tpfuse(model, *inputs, config=ON)
+    hold_same_bits(run.outputs, model(*inputs))
+    (node,) = run.calls(ACT_OP)
+    assert node.args[2] == act and run.report.count("fuse_act_quant") == 1
+
+
+@pytest.mark.parametrize("act", [functional.gelu, torch.tanh, torch.sigmoid, functional.relu])
+def test_other_activations_stay(act):
+    model = lambda gate, up: torchao_row(act(gate) * up)  # noqa: E731
+    run = compile_with_tpfuse(model, X, R, config=ON)
+    hold_same_bits(run.outputs, model(X, R))
+    assert not run.calls(ACT_OP)
+
+
+def test_groups_of_rows_in_batches():
+    """DeepGEMM's view makes one dimension of all tokens."""
+    model = lambda x, w: deepgemm(norm(x, w))  # noqa: E731
+    x = bf16(2, 3, D)
+    run = compile_with_tpfuse(model, x, W, config=ON)
+    hold_same_bits(run.outputs, model(x, W))
+    assert len(run.calls(NORM_OP)) == 1
 
 
 def test_a_given_scale():
@@ -183,6 +259,13 @@ NEAR_MISSES = {
     "clamped elsewhere": lambda y: (y.float() / (y.abs().amax(-1, keepdim=True) / 448.0).float()).clamp(-400, 400).to(E4M3),
     "rounded on the way": lambda y: cast((y / (y.abs().amax(-1, keepdim=True) / 448.0)).float()),
     "greatest, not magnitude": lambda y: cast(y.float() / (y.amax(-1, keepdim=True) / 448.0).float()),
+    "inverse of another's range": lambda y: cast(y.float() * (240.0 / y.abs().amax(-1, keepdim=True).double()).float()),
+    "multiplied by what divides": lambda y: cast(y.float() * (y.abs().amax(-1, keepdim=True) / 448.0).float()),
+    "rounded to nearest power": lambda y: cast(
+        y.float() / torch.exp2(torch.round(torch.log2(y.abs().amax(-1, keepdim=True).float() / 448.0)))
+    ),
+    "given, not clamped": lambda y: (y.float() / torch.full((1,), 0.5)).clamp(-447, 447).to(E4M3),
+    "clamped above": lambda y: cast(y.float() / (y.abs().amax(-1, keepdim=True).clamp(max=5.0) / 448.0).float()),
     "epsilon": lambda y: cast(y.float() / (y.abs().amax(-1, keepdim=True) / 448.0 + 1e-6).float()),
 }
 

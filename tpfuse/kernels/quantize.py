@@ -169,17 +169,18 @@ class _Layout:
         return min(rows, self.per_sm * _multiprocessors(x.device)) if self.stages else rows
 
 
-# Measured on an H200: fewer rows want more threads for each, many want more work for each thread.
+# Measured on an H200: few rows want many threads for each, many rows want more work for each thread. A row of more than
+# 8192 elements fills a multiprocessor's registers: without stages, nothing is loaded while it is computed.
+_NORM_LAYOUTS = {16384: _Layout(16384, 16, 2, 2, 64)}
+_ACT_LAYOUTS = {16384: _Layout(16384, 16, 2, 2, 64)}
 
 
 @functools.lru_cache(4096)
 def _norm_layout(size: int, rows: int) -> _Layout:
     block = _power_of_two(size)
-    if block <= 8192:
-        return _Layout(block, min(32, max(1, block // 256)) if rows < _MANY_ROWS else max(4, block // 1024))
-    return (
-        _Layout(block, 16, 2, 2, 64) if rows >= _MANY_ROWS else _Layout(block, 16)
-    )  # else one of them fills all registers
+    if rows < _MANY_ROWS:
+        return _Layout(block, min(16 if block > 8192 else 32, max(1, block // 256)))
+    return _NORM_LAYOUTS.get(block) or _Layout(block, max(4, block // 1024))
 
 
 @functools.lru_cache(4096)
@@ -187,10 +188,9 @@ def _piece_layout(size: int, rows: int, group: int | None) -> _Layout:
     """A row where that has one scale, else a piece of it. group: 1 where a scale is given."""
     block, elements = _power_of_two(size), size * rows
     if group == size:
-        per_warp = 256 if rows < _MANY_ROWS else 512 if block * rows <= 1 << 23 else 1024
-        if block > 8192 and per_warp == 1024:
-            return _Layout(block, 16, 2, 2, 64)
-        return _Layout(block, min(32, max(1, block // per_warp)))
+        if block * rows > 1 << 23 and rows >= _MANY_ROWS:
+            return _ACT_LAYOUTS.get(block) or _Layout(block, max(1, block // 1024))
+        return _Layout(block, min(32, max(1, block // (256 if rows < _MANY_ROWS else 512))))
     few, many = elements < 1 << 20, elements >= 1 << (24 if group == 1 else 25)
     piece = max(min(1024 if many or (group == 1 and not few) else 512, block), group or 1)
     per_warp = 128 if few else 256 if group == 1 and not many else 512

@@ -93,7 +93,7 @@ def dynamic_scale(x: torch.Tensor, recipe: Recipe, dtype: torch.dtype) -> torch.
     if recipe.zero_to_one:
         most = torch.where(most > 0, most, 1.0)
     greatest = torch.finfo(dtype).max
-    scale = (greatest / most if recipe.inverse else most / greatest).float()
+    scale = (most.reciprocal() * greatest if recipe.inverse else most / greatest).float()
     if not recipe.power_of_two:
         return scale
     exponent = torch.log2(scale)
