@@ -117,7 +117,21 @@ def rms_norm_quantize_fp8(
     normed, total = (x.new_empty(x.shape if there else 0) for there in (keep_normed, residual is not None))
     count = rows.shape[0]
     layout = _norm_layout(size, count)
-    arguments = (rows, summands, aligned(weight), normed, total, values, scales, given, count, size, rows.stride(0), *steps)
+    looped = count if layout.stages else 0  # of another number no other kernel is compiled
+    arguments = (
+        rows,
+        summands,
+        aligned(weight),
+        normed,
+        total,
+        values,
+        scales,
+        given,
+        looped,
+        size,
+        rows.stride(0),
+        *steps,
+    )
     switches = (residual is not None, weight is not None, bool(weight_offset), normed_dtype == x.dtype, keep_normed)
     numbers = (float(eps), float(weight_offset), floor)
     constants = (layout.block, layout.stages, _early(x.device), *switches, *constants)
@@ -142,7 +156,8 @@ def act_mul_quantize_fp8(
     product = gate.new_empty(gate.shape if keep_product else 0)
     count = gates.shape[0]
     layout = _piece_layout(size, count, 1 if scale is not None else recipe[0])
-    arguments = (gates, ups, product, values, scales, given, count, size, gates.stride(0), ups.stride(0), *steps, floor)
+    looped = count if layout.stages else 0
+    arguments = (gates, ups, product, values, scales, given, looped, size, gates.stride(0), ups.stride(0), *steps, floor)
     grid = (layout.programs(gate, count), -(-size // layout.block), 1)
     constants = (layout.block, layout.stages, _early(gate.device), _ACTIVATIONS[act], keep_product, *constants)
     _launch(kernel, grid, arguments, constants, layout)
