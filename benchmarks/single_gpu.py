@@ -127,11 +127,12 @@ def measure(given: tuple[Task, int]) -> tuple[Task, dict[str, float]]:
 
 
 def tasks(arguments: argparse.Namespace) -> list[Task]:
+    """Rows in the order in which they are asked for: a run that is cut short has all operations at the first ones."""
     found = []
-    for op in arguments.ops:
+    for rows, op in itertools.product(arguments.rows, arguments.ops):
         _, sizes, variants = CASES[op]
         wanted = [size for size in sizes if size in (arguments.sizes or sizes)]
-        found += [(op, *rest) for rest in itertools.product(wanted, variants, arguments.rows)]
+        found += [(op, size, variant, rows) for size, variant in itertools.product(wanted, variants)]
     return found
 
 
