@@ -83,14 +83,13 @@ def quantize_fp8(
 
     size, rows = x.shape[-1], _rows(x)
     values, scales, (given, *steps), floor, constants = _scales(x, dtype, scale, recipe)
-    layout = _piece_layout(size, rows.shape[0], 1 if scale is not None else recipe[0])
-    layout = dataclasses.replace(layout, stages=0)
+    layout = _piece_layout(size, rows.shape[0], 1 if scale is not None else recipe[0], _hopper(x.device))
     arguments = (rows, values, scales, given, size, rows.stride(0), *steps, floor)
     _launch(
         kernel,
         (rows.shape[0], -(-size // layout.block), 1),
         arguments,
-        (layout.block, _early(x.device), *constants),
+        (layout.block, layout.early, *constants),
         layout,
     )
     return values, scales
@@ -116,7 +115,7 @@ def rms_norm_quantize_fp8(
     values, scales, (given, *steps), floor, constants = _scales(x, dtype, scale, recipe)
     normed, total = (x.new_empty(x.shape if there else 0) for there in (keep_normed, residual is not None))
     count = rows.shape[0]
-    layout = _norm_layout(size, count)
+    layout = _norm_layout(size, count, _hopper(x.device))
     looped = count if layout.stages else 0  # of another number no other kernel is compiled
     arguments = (
         rows,
@@ -134,8 +133,10 @@ def rms_norm_quantize_fp8(
     )
     switches = (residual is not None, weight is not None, bool(weight_offset), normed_dtype == x.dtype, keep_normed)
     numbers = (float(eps), float(weight_offset), floor)
-    constants = (layout.block, layout.stages, _early(x.device), *switches, *constants)
-    _launch(kernel, (layout.programs(x, count), 1, 1), (*arguments, *numbers), constants, layout)
+    constants = (layout.block, layout.stages, layout.early, *switches, *constants)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs = min(count, processors) if layout.stages else count
+    _launch(kernel, (programs, 1, 1), (*arguments, *numbers), constants, layout)
     return values, scales, normed, total
 
 
@@ -154,12 +155,10 @@ def act_mul_quantize_fp8(
     size, gates, ups = gate.shape[-1], _rows(gate), _rows(up)
     values, scales, (given, *steps), floor, constants = _scales(gate, dtype, scale, recipe)
     product = gate.new_empty(gate.shape if keep_product else 0)
-    count = gates.shape[0]
-    layout = _piece_layout(size, count, 1 if scale is not None else recipe[0])
-    looped = count if layout.stages else 0
-    arguments = (gates, ups, product, values, scales, given, looped, size, gates.stride(0), ups.stride(0), *steps, floor)
-    grid = (layout.programs(gate, count), -(-size // layout.block), 1)
-    constants = (layout.block, layout.stages, _early(gate.device), _ACTIVATIONS[act], keep_product, *constants)
+    layout = _piece_layout(size, gates.shape[0], 1 if scale is not None else recipe[0], _hopper(gate.device))
+    arguments = (gates, ups, product, values, scales, given, size, gates.stride(0), ups.stride(0), *steps, floor)
+    grid = (gates.shape[0], -(-size // layout.block), 1)
+    constants = (layout.block, layout.early, _ACTIVATIONS[act], keep_product, *constants)
     _launch(kernel, grid, arguments, constants, layout)
     return values, scales, product
 
@@ -168,53 +167,52 @@ def act_mul_quantize_fp8(
 class _Layout:
     """block    elements of a program
     warps
-    stages   0: a program has one piece; else a program has many rows, and this many are in its shared memory, but one
-    per_sm   with stages: programs of a multiprocessor
+    stages   0: a program for each piece; else one for each multiprocessor, with so many rows, but one, in its shared memory
     most     registers of a thread, 0: as many as the compiler likes
+    early    whether it may be launched while the kernel before still runs
     """
 
     block: int
     warps: int
     stages: int = 0
-    per_sm: int = 0
     most: int = 0
-
-    def programs(self, x: torch.Tensor, rows: int) -> int:
-        """How many of them share the rows."""
-        return min(rows, self.per_sm * _multiprocessors(x.device)) if self.stages else rows
+    early: bool = True
 
 
 # Measured on an H200: few rows want many threads for each, many rows want more work for each thread. A row of more than
-# 8192 elements fills a multiprocessor's registers: without stages, nothing is loaded while it is computed.
-_NORM_LAYOUTS = {16384: _Layout(16384, 16, 2, 2, 64)}
-_ACT_LAYOUTS = {16384: _Layout(16384, 16, 2, 2, 64)}
+# 8192 elements fills a multiprocessor's registers: a norm then loads the next two rows meanwhile, an activation, of which
+# less has to be kept, is told to use fewer.
 
 
 @functools.lru_cache(4096)
-def _norm_layout(size: int, rows: int) -> _Layout:
+def _norm_layout(size: int, rows: int, hopper: bool) -> _Layout:
     block = _power_of_two(size)
     if rows < _MANY_ROWS:
-        return _Layout(block, min(16 if block > 8192 else 32, max(1, block // 256)))
-    return _NORM_LAYOUTS.get(block) or _Layout(block, max(4, block // 1024))
+        return _Layout(block, min(16 if block > 8192 else 32, max(1, block // 256)), early=hopper)
+    if block > 8192:
+        return _Layout(block, 16, stages=3 if hopper else 0, early=hopper)
+    enough = block * rows >= 1 << 22  # programs that begin early share the multiprocessors unevenly where all of them fit
+    return _Layout(block, max(4, block // 1024), early=hopper and enough)
 
 
 @functools.lru_cache(4096)
-def _piece_layout(size: int, rows: int, group: int | None) -> _Layout:
+def _piece_layout(size: int, rows: int, group: int | None, hopper: bool) -> _Layout:
     """A row where that has one scale, else a piece of it. group: 1 where a scale is given."""
     block, elements = _power_of_two(size), size * rows
     if group == size:
         if block * rows > 1 << 23 and rows >= _MANY_ROWS:
-            return _ACT_LAYOUTS.get(block) or _Layout(block, max(1, block // 1024))
-        return _Layout(block, min(32, max(1, block // (256 if rows < _MANY_ROWS else 512))))
-    few, many = elements < 1 << 20, elements >= 1 << (24 if group == 1 else 25)
-    piece = max(min(1024 if many or (group == 1 and not few) else 512, block), group or 1)
+            return _Layout(block, max(1, block // 1024), most=64 if block > 8192 else 0, early=hopper)
+        return _Layout(block, min(32, max(1, block // (256 if rows < _MANY_ROWS else 512))), early=hopper)
+    few, many = elements < 1 << 20, elements >= 1 << 24
+    piece = max(min(512 if few else 1024, block), group or 1)
     per_warp = 128 if few else 256 if group == 1 and not many else 512
-    return _Layout(piece, max(1, piece // per_warp))
+    return _Layout(piece, max(1, piece // per_warp), early=hopper)
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _hopper(device: torch.device) -> bool:
+    """Whether kernels may begin before the one before has ended, and have shared memory for long rows."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -269,12 +267,6 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@functools.cache
-def _early(device: torch.device) -> bool:
-    """Whether kernels may be launched while the one before still runs, for whose end they then wait."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, constants: tuple, layout: _Layout) -> None:
     """Like ``kernel[grid](...)``, in a third of the host's time: what is compiled is found by what it is compiled for."""
     x = next(a for a in arguments if isinstance(a, torch.Tensor))
@@ -283,7 +275,7 @@ def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, constants
     with torch.cuda.device(x.device):
         if found is None:
             names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-            options: dict[str, Any] = {"num_warps": layout.warps, "launch_pdl": _early(x.device)}
+            options: dict[str, Any] = {"num_warps": layout.warps, "launch_pdl": layout.early}
             if layout.most:
                 options["maxnreg"] = layout.most
             found = kernel.warmup(*arguments, **dict(zip(names, constants, strict=True)), grid=(1,), **options)

@@ -179,24 +179,40 @@ def tpfuse_rms_norm_quantize_fp8(
 
 
 @triton.jit
-def _act_piece(
-    gate, up, products, values, scales, scale_in, row, piece, size, gate_stride, up_stride, scale_row, scale_step, floor,
-    BLOCK: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
-    NARROW: tl.constexpr, FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr, POWER: tl.constexpr,
-    LEAST: tl.constexpr,
+def _logistic(x):
+    """1 / (1 + exp(-x)) to the last bits, zero below 2^-126. In few instructions, which bind rows of many elements."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 t;
+        mul.f32 t, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 t, t;
+        add.f32 t, t, 0f3F800000;
+        rcp.approx.ftz.f32 $0, t;
+        }""",
+        "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def tpfuse_act_mul_quantize_fp8(
+    gate, up, products, values, scales, scale_in, size, gate_stride, up_stride, scale_row, scale_step, floor,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, GROUP: tl.constexpr,
+    MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr, RECIPROCAL: tl.constexpr,
+    POWER: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of a row: act(gate) * up [stored as products] -> FP8."""
-    row = row.to(tl.int64)
+    """A row, or BLOCK elements of it: act(gate) * up [stored as products] -> FP8."""
+    _begin(EARLY)
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = piece * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     DTYPE: tl.constexpr = gate.dtype.element_ty
     g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
     if ACT == SILU:
-        a = tl.fdiv(g, 1.0 + tl.exp(-g))
+        a = g * _logistic(g)
     else:
         inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-        a = 0.5 * g * (2.0 - tl.fdiv(2.0, 1.0 + tl.exp(2.0 * inner)))
+        a = g * (1.0 - _logistic(-2.0 * inner))  # rounded like 1 + tanh(inner)
     y = (a.to(DTYPE).to(tl.float32) * u).to(DTYPE)
     if KEEP:
         tl.store(products + row * size + column, y, mask=mask)
@@ -206,29 +222,6 @@ def _act_piece(
         y, scale_in, scales, values, row * size + column, row * scale_row + first * scale_step, mask, groups, floor,
         BLOCK, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER, LEAST, scale_step,
     )  # fmt: skip
-
-
-@triton.jit
-def tpfuse_act_mul_quantize_fp8(
-    gate, up, products, values, scales, scale_in, rows, size, gate_stride, up_stride, scale_row, scale_step, floor,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr,
-    GROUP: tl.constexpr, MOST: tl.constexpr, NARROW: tl.constexpr, FLOOR: tl.constexpr, ZERO_TO_ONE: tl.constexpr,
-    RECIPROCAL: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
-    """A piece of a row, or with STAGES every so many rows a whole one, of which the next is on its way."""
-    _begin(EARLY)
-    if STAGES == 0:
-        _act_piece(
-            gate, up, products, values, scales, scale_in, tl.program_id(0), tl.program_id(1), size, gate_stride,
-            up_stride, scale_row, scale_step, floor, BLOCK, ACT, KEEP, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE,
-            RECIPROCAL, POWER, LEAST,
-        )  # fmt: skip
-    else:
-        for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
-            _act_piece(
-                gate, up, products, values, scales, scale_in, row, 0, size, gate_stride, up_stride, scale_row,
-                scale_step, floor, BLOCK, ACT, KEEP, GROUP, MOST, NARROW, FLOOR, ZERO_TO_ONE, RECIPROCAL, POWER, LEAST,
-            )  # fmt: skip
 
 
 @triton.jit
