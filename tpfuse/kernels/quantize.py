@@ -17,9 +17,15 @@ from tpfuse.kernels.aligned import aligned
 
 DTYPES = (torch.bfloat16, torch.float16)
 LONGEST_ROW = 16384  # elements that one program keeps in registers
-_LONGEST_NORM = 8192  # elements: above, registers were seen to limit how much of memory's speed is reached
-_FEWEST_STATIC_ROWS = (2048, 64)  # with a given scale: of a norm, of an activation
 _MANY_ROWS = 512  # from which warps of more elements each were seen to be faster
+#: Where Inductor's kernel was measured to be as fast (benchmarks/results/single_gpu_h200.csv): of a norm, kind of scales,
+#: elements of a row from and to, rows from and to.
+_AS_FAST = (
+    (True, "static", 0, 4096, 257, 1023),
+    (True, "token", 0, 4096, 257, 1023),
+    (True, "group", 8193, LONGEST_ROW, 257, 2047),
+    (False, "static", 0, 7168, 17, 255),
+)
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 Recipe = tuple[int | None, torch.dtype, float, bool, bool, bool, bool, float, str]  # fields of tpfuse.ops.Recipe
@@ -64,15 +70,13 @@ def why_not_faster(norm: bool, group: int | None, static: bool, size: int, rows:
     norm  of a norm, rather than an activation    rows  the fewest of a call
     stored  what the kernel reads lies in memory anyway, rather than being computed for it
     """
-    if norm and size > _LONGEST_NORM:
-        return f"a row of {size} elements: Inductor's kernel is as fast"
-    if not static and group != size:
-        odd = norm and size & (size - 1)
-        return f"a row of {size} elements in groups: Inductor's kernel is as fast" if odd else ""
-    if not stored:
+    kind = "static" if static else "token" if group == size else "group"
+    if not stored and kind != "group":
         return "Inductor computes what it reads in the same kernel"
-    few = static and rows < _FEWEST_STATIC_ROWS[0 if norm else 1]
-    return "a scale that is given: Inductor's kernel is as fast for few rows" if few else ""
+    for of_norm, scales, shortest, longest, fewest, most in _AS_FAST:
+        if (of_norm, scales) == (norm, kind) and shortest <= size <= longest and fewest <= rows <= most:
+            return f"{rows} rows of {size} elements: Inductor's kernel is as fast"
+    return ""
 
 
 def quantize_fp8(
