@@ -23,8 +23,11 @@ from tpfuse import cli, tables
 from tpfuse.comm.arena import DEFAULT_BYTES, layout
 from tpfuse.config import FUSION_LEVELS
 from tpfuse.graph import pipeline
+from tpfuse.kernels.candidates import ALL_REDUCE_RMS_NORM_QUANTIZE_FP8 as FP8_OP
 from tpfuse.kernels.candidates import CANDIDATES, NOT_PREPARED, Problem
+from tpfuse.kernels.fp8 import Quantisation
 from tpfuse.kernels.matmul_candidates import MATMULS, MatmulProblem, table_name
+from tpfuse.ops import Recipe
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 MODULES = ("tpfuse", "tpfuse.ops", "tpfuse.testing")
@@ -175,10 +178,13 @@ def _kernels() -> Iterator[tuple[str, str, list[str]]]:
     split, ring = layout(DEFAULT_BYTES, 2)
     facts = {"world": 2, "rank": 0, "split": split, "ring": ring, "bytes": DEFAULT_BYTES, "workspace": None}
     arena: Any = type("Arena", (), facts)()  # all that a candidate looks at before its memory is made
+    per_row = Quantisation(torch.float8_e4m3fn, False, Recipe(group=4096).arguments)
     for op, candidates in CANDIDATES.items():
         for name, candidate in candidates.items():
             problems = {
-                key: Problem(op, 16, 4096, dtype, weight_dtype=dtype) for key, dtype in DTYPES.items() if key != "fp8"
+                key: Problem(op, 16, 4096, dtype, weight_dtype=dtype, fp8=per_row if op == FP8_OP else None)
+                for key, dtype in DTYPES.items()
+                if key != "fp8"
             }
             yield op, name, [key for key, p in problems.items() if candidate.cannot(arena, p) in ("", NOT_PREPARED)]
     for op, matmuls in MATMULS.items():

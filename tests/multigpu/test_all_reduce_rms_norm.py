@@ -86,7 +86,7 @@ def _fits(case: Case) -> bool:
 def _all_right(told: list[str], cases: Iterable[Case]) -> None:
     """Judge the cases; compile what they need first, a part of it on each rank."""
     calls = [Call(case, seed=seed) for seed, case in enumerate(cases) if _fits(case)]
-    compile_ahead([call for call in calls if call.case.kernel is not None])
+    compile_ahead([call.run for call in calls if call.case.kernel is not None])
     for call in calls:
         right(told, judge(call))
 

@@ -26,6 +26,7 @@ from tpfuse.graph.nodes import (
     is_node,
     keeps_last,
     same_shape,
+    same_sizes,
     sole_user,
     value,
 )
@@ -53,11 +54,13 @@ class Readers:
     root      the node that has all of them, and no padding
     products  GEMMs of them
     others    nodes that read root, or what is a view of it
+    scale     of FP8 values: this rank's rows of it, or one number; None: they are no FP8 values
     """
 
     root: Node
     products: list[Product]
     others: list[Node]
+    scale: Node | None = None
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -100,11 +103,14 @@ def _judge(graph: Graph, gather: Node, sizes: Sizes, context: Context) -> Judged
     reason = unfit_sizes((gather.args[0], readers.root, *(made.node for made in readers.products)), sizes)
     if reason:
         return None, reason, []
-    if any(each.scales for each in readers.products):
-        return None, "its GEMMs scale FP8 values, by scales that are gathered apart", []
+    readers.scale, reason = _scale(readers.products, gather)
+    if reason:
+        return None, reason, []
     if len({(value(each.weight).dtype, each.out_dtype) for each in readers.products}) > 1:
         return None, "its GEMMs differ in dtype", []
     needed = [node for each in readers.products for node in (each.weight, each.bias) if is_node(node)]
+    needed += [each.scales[1] for each in readers.products if each.scales]
+    needed += [] if readers.scale is None else [readers.scale]
     if not bring_before(needed, _place(readers.root), gather):
         return None, "a weight of its GEMMs is computed from what is gathered", []
     return readers, *what_runs(NAME, readers.products, group, context)
@@ -127,9 +133,41 @@ def _readers(wait: Node) -> Readers:
     return readers
 
 
+def _scale(products: list[Product], gather: Node) -> tuple[Node | None, str]:
+    """(the scale that the operation gets for FP8 values, why there is none)."""
+    if not any(each.scales for each in products):
+        return None, ""
+    scales = [each.scales[0] if each.scales else None for each in products]
+    if all(scale is scales[0] for scale in scales) and value(scales[0]).numel() == 1:
+        return scales[0], ""
+    found = {_of_one_rank(scale, gather) for scale in scales}
+    if None in found or len(found) > 1:
+        return None, "its GEMMs scale FP8 values by scales that are not gathered in the same way"
+    return found.pop(), ""
+
+
+def _of_one_rank(scale: Node, gather: Node) -> Node | None:
+    """This rank's rows of a scale that is gathered as the values are; None: it is something else."""
+    while keeps_last(scale) or (is_call(scale, aten.slice.Tensor) and scale.meta.get(SHARDED)):
+        scale = scale.args[0]
+    other: Node = scale.args[0] if is_call(scale, WAIT) else None
+    if not is_call(other, ALL_GATHER) or other.args[1:] != gather.args[1:]:
+        return None
+    alike = same_sizes(value(other.args[0]).shape[:1], value(gather.args[0]).shape[:1])
+    return other.args[0] if alike else None
+
+
+def _in_bytes(node: Node) -> Node:
+    """What a tensor was before ``enable_sp`` made bytes of its FP8 values."""
+    return node.args[0] if is_call(node, aten.view.dtype) else node
+
+
 def _all_rows(wait: Node) -> Node:
-    """The node with which ``enable_sp`` cuts off rows that fill up the shares, or which puts dimension 1 together."""
+    """The node with which ``enable_sp`` makes FP8 values of bytes again and cuts off rows that fill up the shares, or which
+    puts dimension 1 together."""
     user = sole_user(wait)
+    if is_call(user, aten.view.dtype) and user.meta.get(SHARDED):
+        wait, user = user, sole_user(user)
     if is_call(user, aten.split.Tensor):
         end = sole_user(next(iter(user.users)))
         cut = parts(end)
@@ -143,7 +181,7 @@ def _place(root: Node) -> Node:
 
 
 def _rewrite(graph: Graph, gather: Node, readers: Readers, sizes: Sizes) -> None:
-    local, _, group = gather.args
+    local, group = _in_bytes(gather.args[0]), gather.args[2]
     root, products, cut = readers.root, readers.products, parts(readers.root)
     rows, shape = value(products[0].node).shape[0], value(local).shape
     fakes = [value(made.node).new_empty(value(made.node).shape) for made in products]
@@ -158,8 +196,9 @@ def _rewrite(graph: Graph, gather: Node, readers: Readers, sizes: Sizes) -> None
             )
         weights, biases = [made.weight for made in products], [made.bias for made in products]
         added = biases if any(is_node(bias) for bias in biases) else []
-        kinds = (products[0].out_dtype, bool(readers.others))
-        results = emit(graph, OP, (local, weights, group, sizes.of(rows), added, None, [], *kinds), like=gather, fake=fakes)
+        scales = [made.scales[1] for made in products if made.scales]
+        kinds = (readers.scale, scales, products[0].out_dtype, bool(readers.others))
+        results = emit(graph, OP, (local, weights, group, sizes.of(rows), added, *kinds), like=gather, fake=fakes)
         found = []
         for number, fake in enumerate(fakes):
             like = products[number].node if number < len(products) else gather

@@ -12,6 +12,7 @@ import operator
 from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy
 
+from tpfuse.graph import all_reduce_rms_norm_quantize_fp8 as quantised
 from tpfuse.graph import chain as chains
 from tpfuse.graph.chain import Chain
 from tpfuse.graph.context import FUSION, NOT_ALIKE, Context
@@ -45,6 +46,7 @@ from tpfuse.graph.nodes import (
     value,
     why_not_a_sum,
 )
+from tpfuse.graph.products import bring_before
 from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.kernels import dispatch
 from tpfuse.kernels.candidates import BATCH_INVARIANT, DTYPES, Problem, Wish
@@ -66,9 +68,12 @@ def run(graph: Graph, context: Context) -> None:
                 reduces.setdefault(blocked.all_reduce, obstacle)
             continue
         group = str(chain.all_reduce.args[2])
+        quantisation, kernels, reason = _quantised(norm, chain, kernels, context)
+        if reason:
+            context.decide("skipped", norm, fusion=FUSION, op=quantised.NAME, reason=reason)
         context.decide("fused", chain.all_reduce, fusion=FUSION, group=group, kernel="/".join(kernels))
         context.rewrites += 1
-        _rewrite(graph, norm, chain, context.wish)
+        _rewrite(graph, norm, chain, quantisation, context.wish)
     for node in [node for node in graph.nodes if is_call(node, ALL_REDUCE) and not is_sum_of_rows(node)]:
         reason, norm = (reduces[node], None) if node in reduces else _why_not(node, context)
         if norm is not None:
@@ -92,6 +97,21 @@ def _judge(norm: Node, chain: Chain, context: Context) -> tuple[str, list[str]]:
     if device != "cpu":
         context.note(dispatch.told(group, problem, kernels, context.wish))
     return "NCCL and the unfused norm are chosen for these rows" if kernels == ["nccl"] else "", kernels
+
+
+def _quantised(
+    norm: Node, chain: Chain, kernels: list[str], context: Context
+) -> tuple[quantised.Quantised | None, list[str], str]:
+    """How the operation quantises the norm, if it does; what runs it; why it does not, where the norm is quantised."""
+    found = quantised.find(norm)
+    if found is None:
+        return None, kernels, ""
+    group = str(chain.all_reduce.args[2])
+    reason, names = quantised.judge(found, norm, *_problem(norm, chain, context), group, context)
+    needed = [] if found.scale is None else [found.scale]
+    if not reason and not bring_before(needed, _place(norm, chain), chain.all_reduce):
+        reason = "its scale is computed from what is reduced"
+    return (None, kernels, reason) if reason else (found, [name + quantised.TO_FP8 for name in names], "")
 
 
 def _obstacle(norm: Node, chain: Chain, context: Context) -> str:
@@ -146,7 +166,7 @@ def _unreached(norm: Node) -> str:
     source = norm.args[0]
     while is_call(source, *VIEWS, *COPIES):
         source = source.args[0]
-    if is_call(source, operator.getitem) and is_call(source.args[0], OP):
+    if is_call(source, operator.getitem) and is_call(source.args[0], OP, quantised.OP):
         return "its sum is fused with another norm"
     return "no all-reduce reaches this norm"
 
@@ -173,7 +193,7 @@ def _overtakes(norm: Node, chain: Chain) -> bool:
     place, node = _place(norm, chain), chain.all_reduce
     while is_before(node, place):
         node = node.next
-        if node is not place and (is_collective(node) or is_call(node, OP)):
+        if node is not place and (is_collective(node) or is_call(node, OP, quantised.OP)):
             return True
     return False
 
@@ -196,7 +216,7 @@ def _originals(norm: Node) -> set[Node]:
     return found
 
 
-def _rewrite(graph: Graph, norm: Node, chain: Chain, wish: Wish) -> None:
+def _rewrite(graph: Graph, norm: Node, chain: Chain, found: quantised.Quantised | None, wish: Wish) -> None:
     _, weight, eps, offset, normed_dtype, out_dtype = norm.args
     number, tensor = (chain.scale, None) if isinstance(chain.scale, float) else (None, chain.scale)
     total, reduce = chain.total, chain.all_reduce
@@ -206,16 +226,21 @@ def _rewrite(graph: Graph, norm: Node, chain: Chain, wish: Wish) -> None:
             TAG in node.meta and RECOMPUTE not in node.meta
         ):  # the backward reads it: it has the sum, and need not be given what follows from that
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+    kept = found is None or quantised.prepare(graph, norm, found)
     with graph.inserting_before(_place(norm, chain)):
         source = reapply(graph, chain.views, reduce.args[0], like=reduce)
-        modifiers = (chain.residual, chain.bias, number, tensor, offset, normed_dtype, out_dtype)
-        wishes = (wish.kernel, wish.flashinfer_bytes)
-        fused = emit(graph, OP, (source, weight, reduce.args[2], eps, *modifiers, *wishes), like=reduce)
-        normed = emit(graph, operator.getitem, (fused, 0), like=norm)
-        summed = emit(graph, operator.getitem, (fused, 1), like=total)
-    with graph.inserting_before(norm):
-        normed = reapply(graph, chain.norm_views, normed, like=norm)
-    norm.replace_all_uses_with(normed)
+        modifiers = (chain.residual, chain.bias, number, tensor, offset, normed_dtype)
+        arguments, wishes = (source, weight, reduce.args[2], eps, *modifiers), (wish.kernel, wish.flashinfer_bytes)
+        if found is None:
+            fused = emit(graph, OP, (*arguments, out_dtype, *wishes), like=reduce)
+            normed = emit(graph, operator.getitem, (fused, 0), like=norm)
+            summed = emit(graph, operator.getitem, (fused, 1), like=total)
+        else:
+            normed, summed = quantised.insert(graph, arguments, wishes, norm, total, found, kept)
+    if kept:
+        with graph.inserting_before(norm):
+            normed = reapply(graph, chain.norm_views, normed, like=norm)
+        norm.replace_all_uses_with(normed)
     graph.erase_node(norm)
     total.replace_all_uses_with(summed)
     if chain.norm_views:

@@ -17,11 +17,12 @@ from tpfuse.graph.nodes import WAIT, Node, emit, is_call
 from tpfuse.ops.all_gather_matmul import OP as ALL_GATHER_MATMUL
 from tpfuse.ops.all_reduce import OP as PLAIN_OP
 from tpfuse.ops.all_reduce_rms_norm import OP as FUSED_OP
+from tpfuse.ops.all_reduce_rms_norm_quantize_fp8 import OP as FP8_OP
 from tpfuse.ops.matmul_all_reduce import OP as MATMUL_ALL_REDUCE
 from tpfuse.ops.matmul_reduce_scatter import OP as MATMUL_REDUCE_SCATTER
 
 #: Operations of one result, and of several.
-ONE, SEVERAL = (PLAIN_OP, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE), (FUSED_OP, ALL_GATHER_MATMUL)
+ONE, SEVERAL = (PLAIN_OP, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE), (FUSED_OP, FP8_OP, ALL_GATHER_MATMUL)
 
 
 def run(graph: Graph, context: Context) -> None:

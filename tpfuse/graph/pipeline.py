@@ -42,6 +42,7 @@ from tpfuse.graph.context import ACT_QUANT, FUSION, GEMM_COMMS, NORM_QUANT, SEQU
 from tpfuse.graph.nodes import ALL_GATHER, ALL_REDUCE, OTHER_ALL_REDUCES, REDUCE_SCATTER, is_call, value
 from tpfuse.ops.all_reduce import OP as PLAIN_OP
 from tpfuse.ops.all_reduce_rms_norm import OP as FUSED_OP
+from tpfuse.ops.all_reduce_rms_norm_quantize_fp8 import OP as FP8_OP
 
 PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     merge_all_reduces.run,
@@ -94,7 +95,7 @@ def resolve(config: FusionConfig) -> dict[str, Resolved]:
 
 def group_names(graph: Graph, fusions: Mapping[str, Resolved]) -> list[str]:
     """Names of the process groups of the collectives in the graph that a fusion may rewrite, in order of first use."""
-    places = {ALL_REDUCE: 2, FUSED_OP: 2, PLAIN_OP: 1}  # of the group among the arguments
+    places = {ALL_REDUCE: 2, FUSED_OP: 2, FP8_OP: 2, PLAIN_OP: 1}  # of the group among the arguments
     if fusions[GEMM_COMMS].on:
         places |= {REDUCE_SCATTER: 3, ALL_GATHER: 2}
     names = (node.args[places[node.target]] for node in graph.nodes if is_call(node, *places))
@@ -110,7 +111,8 @@ def digest(graph: Graph) -> str:
 
 def on_cuda(graph: Graph) -> bool:
     """Whether the graph has collectives of CUDA tensors."""
-    found = (node for node in graph.nodes if is_call(node, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, FUSED_OP, PLAIN_OP))
+    kinds = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, FUSED_OP, FP8_OP, PLAIN_OP)
+    found = (node for node in graph.nodes if is_call(node, *kinds))
     return any(value(node.args[0]).device.type == "cuda" for node in found)
 
 

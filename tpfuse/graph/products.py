@@ -141,16 +141,19 @@ def join(
     """Judge every collective of a kind, which the report calls ``op``, leave the decision, rewrite those that may be."""
     if not context.fusions[GEMM_COMMS].on:
         return
-    sizes = Sizes(graph)
+    sizes, left = Sizes(graph), dict[Node, str]()
     for node in [node for node in graph.nodes if is_call(node, target) and not is_sum_of_rows(node)]:
-        found, reason, kernels = judge(graph, node, sizes, context)
-        decided: Any = {"fusion": GEMM_COMMS, "op": op, "group": str(node.args[-1])}
-        if reason:
-            context.decide("skipped", node, **decided, reason=reason)
+        if node._erased:
             continue
-        context.decide("fused", node, **decided, kernel="/".join(kernels))
+        found, left[node], kernels = judge(graph, node, sizes, context)
+        if left[node]:
+            continue
+        context.decide("fused", node, fusion=GEMM_COMMS, op=op, group=str(node.args[-1]), kernel="/".join(kernels))
         context.rewrites += 1
         rewrite(graph, node, found, sizes)
+    for node, reason in left.items():
+        if reason and not node._erased:  # scales are gathered with the values that they are of
+            context.decide("skipped", node, fusion=GEMM_COMMS, op=op, group=str(node.args[-1]), reason=reason)
 
 
 def summed_products(reduction: Node, source: Node, context: Context) -> tuple[list[Product], str]:

@@ -48,13 +48,13 @@ def release(graph: Graph, node: Node) -> None:
             erase_cone(graph, original)
 
 
-def needed_elsewhere(source: Node, node: Node) -> bool:
-    """Whether anything but the quantisation ``node`` reads a value, or a view of it."""
+def needed_elsewhere(source: Node, *nodes: Node) -> bool:
+    """Whether anything but the quantisations ``nodes`` reads a value, or a view of it."""
     users = list(source.users)
     for user in users:  # grows as it goes
         if keeps_last(user):
             users += user.users
-        elif user is not node:
+        elif user not in nodes:
             return True
     return False
 

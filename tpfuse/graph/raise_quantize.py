@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from tpfuse.graph.context import ACT_QUANT, NORM_QUANT, Context
+from tpfuse.graph.context import ACT_QUANT, FUSION, NORM_QUANT, Context
 from tpfuse.graph.joint import is_joint
 from tpfuse.graph.nodes import (
     CONVERT,
@@ -59,7 +59,7 @@ class _Quantisation:
 
 
 def run(graph: Graph, context: Context) -> None:
-    if not any(context.fusions[name].on for name in (NORM_QUANT, ACT_QUANT)) or is_joint(graph):
+    if not any(context.fusions[name].on for name in (FUSION, NORM_QUANT, ACT_QUANT)) or is_joint(graph):
         return  # training: the backward reads what a fused operation would not give
     sizes, raised = Sizes(graph), dict[tuple, tuple[Node, Node]]()
     for node in list(graph.nodes):

@@ -68,6 +68,8 @@ _ELEMENTWISE = {
     aten.clamp.default,
     aten.clamp_min.default,
     aten.clamp_max.default,
+    aten.gt.Scalar,
+    aten.where.self,
 }
 #: Over dimensions that are their second argument, and must be the last one, which stays as one element.
 REDUCTIONS = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from tpfuse.graph import placement
+from tpfuse.graph import placement, repeated
 from tpfuse.graph import rows as rowwise
 from tpfuse.graph.context import NOT_ALIKE, SEQUENCE_PARALLEL, Context
 from tpfuse.graph.nodes import (
@@ -37,11 +37,13 @@ from tpfuse.graph.sizes import Sizes
 
 #: What the report says runs there.
 KERNEL = "reduce_scatter, all_gather"
+_LEAST_BYTES = 4  # of a row: a number per row that is narrower costs no less to gather, as scales before they are widened
 
 
 def run(graph: Graph, context: Context) -> None:
     if not context.fusions[SEQUENCE_PARALLEL].on:
         return
+    repeated.run(graph)
     families: list[list[Node]] = []
     sizes = Sizes(graph)
     for node in graph.nodes:
@@ -103,7 +105,7 @@ def _row_bytes(node: Node) -> int | None:
     tensor = value(node)
     if not isinstance(tensor, torch.Tensor) or is_call(node, aten.expand.default):
         return None
-    return tensor.shape[-1] * tensor.element_size()
+    return max(_LEAST_BYTES, tensor.shape[-1] * tensor.element_size())
 
 
 def _unfit(reduce: Node, context: Context) -> str:

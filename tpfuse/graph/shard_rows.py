@@ -38,6 +38,7 @@ from tpfuse.graph.nodes import (
 )
 from tpfuse.graph.rows import Rows
 from tpfuse.graph.sizes import Sizes, number_or_value
+from tpfuse.ops.matmul import FP8
 
 
 class Rewriter:
@@ -222,8 +223,13 @@ class Rewriter:
         like = root if root.meta.get("nn_module_stack") else None  # else it is told by what reads it
         if root not in self._gathered:
             local = self._local[root]
+            bits = value(local).dtype
+            if bits in FP8:  # as bytes, which every backend can send
+                local = self._emit(aten.view.dtype, (local, torch.uint8), self._share, local, like=like, dtype=torch.uint8)
             gather = self._emit(ALL_GATHER, (local, self._ranks, self._rows.group), self._padded, local, like=like)
             found = self._emit(WAIT, (gather,), self._padded, local, like=like)
+            if bits in FP8:
+                found = local = self._emit(aten.view.dtype, (found, bits), self._padded, found, like=like, dtype=bits)
             if not self._even:
                 found = self._emit(aten.slice.Tensor, (found, 0, 0, self._count), self._count, local, like=like)
             self._gathered[root] = found

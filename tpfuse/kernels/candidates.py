@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpfuse.comm.arena import MAX_SPLIT_ROWS, SLOT_BYTES, Arena
+from tpfuse.comm.arena import MAX_SPLIT_ROWS, SLOT_BYTES, SPLIT, Arena
 from tpfuse.errors import ConfigError
+from tpfuse.kernels.fp8 import Fp8, Quantisation
 from tpfuse.tables import Choice
 
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = "all_reduce_rms_norm", "all_reduce"
+ALL_REDUCE_RMS_NORM_QUANTIZE_FP8 = "all_reduce_rms_norm_quantize_fp8"
 #: The kernel that computes a row alike whatever rows are beside it: its layout goes by the hidden size alone.
 BATCH_INVARIANT = "tpfuse_ring"
 FLASHINFER, NOT_PREPARED = "flashinfer", "not prepared"
@@ -32,6 +34,7 @@ class Problem:
     rows, hidden  T, all leading dimensions together, at least 1, and D (a plain all-reduce: its elements, and 1)
     weight_dtype, normed_dtype, out_dtype, modifiers
                   of the norm; modifiers: a bias or a scale is there
+    fp8           what the norm is quantised to, if it is
     """
 
     op: str
@@ -42,6 +45,7 @@ class Problem:
     normed_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
     modifiers: bool = False
+    fp8: Quantisation | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -103,7 +107,16 @@ def _norm_cannot(arena: Arena, problem: Problem) -> str:
         return f"the normalised value is rounded to {problem.normed_dtype}, the row is {problem.dtype}"
     if problem.weight_dtype == torch.float64:
         return "a float64 weight"
-    return ""
+    return _fp8_cannot(problem)
+
+
+def _fp8_cannot(problem: Problem, parts: int = 1) -> str:
+    """What our kernels cannot make of a norm's rows, which they compute in so many parts."""
+    if problem.fp8 is None:
+        return ""
+    if problem.out_dtype not in (None, problem.dtype):
+        return f"the norm gives {problem.out_dtype} of {problem.dtype}"
+    return problem.fp8.cannot(problem.hidden, problem.dtype, parts)
 
 
 def _own_cannot(arena: Arena, problem: Problem) -> str:
@@ -118,19 +131,19 @@ def _split_cannot(arena: Arena, problem: Problem) -> str:
     most = min(MAX_SPLIT_ROWS, arena.split.size)
     if problem.rows > most:
         return f"more than {most} rows"
-    return _own_cannot(arena, problem)
+    return _own_cannot(arena, problem) or _fp8_cannot(problem, SPLIT)
 
 
-def _split(arena: Arena, choice: Choice, *arguments: Any) -> Any:
+def _split(arena: Arena, choice: Choice, *arguments: Any, fp8: Fp8 | None = None) -> Any:
     from tpfuse.kernels.triton import own
 
-    return own.all_reduce_rms_norm("split", arena, *arguments, choice=choice)
+    return own.all_reduce_rms_norm("split", arena, *arguments, choice=choice, fp8=fp8)
 
 
-def _ring(arena: Arena, choice: Choice, *arguments: Any) -> Any:
+def _ring(arena: Arena, choice: Choice, *arguments: Any, fp8: Fp8 | None = None) -> Any:
     from tpfuse.kernels.triton import own
 
-    return own.all_reduce_rms_norm("ring", arena, *arguments, choice=choice)
+    return own.all_reduce_rms_norm("ring", arena, *arguments, choice=choice, fp8=fp8)
 
 
 def _ring_plain(arena: Arena, choice: Choice, input: torch.Tensor) -> torch.Tensor:
@@ -139,10 +152,10 @@ def _ring_plain(arena: Arena, choice: Choice, input: torch.Tensor) -> torch.Tens
     return own.all_reduce(arena, input, choice=choice)
 
 
-def _nccl(arena: Arena, choice: Choice, input: torch.Tensor, *arguments: Any) -> Any:
+def _nccl(arena: Arena, choice: Choice, input: torch.Tensor, *arguments: Any, fp8: Fp8 | None = None) -> Any:
     from tpfuse.kernels.triton import own
 
-    return own.rms_norm(arena, _nccl_plain(arena, choice, input), *arguments)
+    return own.rms_norm(arena, _nccl_plain(arena, choice, input), *arguments, fp8=fp8)
 
 
 def _nccl_plain(arena: Arena, choice: Choice, input: torch.Tensor) -> torch.Tensor:
@@ -172,7 +185,7 @@ def _flashinfer(arena: Arena, choice: Choice, *arguments: Any) -> Any:
 def _symm_mem_cannot(arena: Arena, problem: Problem) -> str:
     from tpfuse.kernels import symm_mem
 
-    unfit = _norm_cannot(arena, problem) if problem.op == ALL_REDUCE_RMS_NORM else ""
+    unfit = _norm_cannot(arena, problem) if problem.op != ALL_REDUCE else ""
     return unfit or symm_mem.cannot(arena, problem)
 
 
@@ -182,10 +195,10 @@ def _symm_mem_prepare(arena: Arena, problem: Problem) -> str:
     return symm_mem.prepare(arena, problem)
 
 
-def _symm_mem(arena: Arena, choice: Choice, *arguments: Any) -> Any:
+def _symm_mem(arena: Arena, choice: Choice, *arguments: Any, fp8: Fp8 | None = None) -> Any:
     from tpfuse.kernels import symm_mem
 
-    return symm_mem.all_reduce_rms_norm(arena, *arguments)
+    return symm_mem.all_reduce_rms_norm(arena, *arguments, fp8=fp8)
 
 
 def _symm_mem_plain(arena: Arena, choice: Choice, input: torch.Tensor) -> torch.Tensor:
@@ -202,6 +215,15 @@ CANDIDATES: Mapping[str, Mapping[str, Candidate]] = {
             Candidate("tpfuse_split", _split_cannot, _split),
             Candidate("tpfuse_ring", _own_cannot, _ring),
             Candidate(FLASHINFER, _flashinfer_cannot, _flashinfer, _flashinfer_prepare),
+            Candidate("torch_symm_mem", _symm_mem_cannot, _symm_mem, _symm_mem_prepare),
+            Candidate("nccl", _norm_cannot, _nccl),
+        )
+    },
+    ALL_REDUCE_RMS_NORM_QUANTIZE_FP8: {
+        c.name: c
+        for c in (
+            Candidate("tpfuse_split", _split_cannot, _split),
+            Candidate("tpfuse_ring", _own_cannot, _ring),
             Candidate("torch_symm_mem", _symm_mem_cannot, _symm_mem, _symm_mem_prepare),
             Candidate("nccl", _norm_cannot, _nccl),
         )

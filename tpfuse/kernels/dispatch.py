@@ -26,6 +26,7 @@ from tpfuse.kernels import REFERENCE
 from tpfuse.kernels.candidates import (
     ALL_REDUCE,
     ALL_REDUCE_RMS_NORM,
+    ALL_REDUCE_RMS_NORM_QUANTIZE_FP8,
     ANY,
     CANDIDATES,
     NOT_PREPARED,
@@ -33,6 +34,7 @@ from tpfuse.kernels.candidates import (
     Problem,
     Wish,
 )
+from tpfuse.kernels.fp8 import Fp8
 from tpfuse.tables import Choice, Machine, Table
 
 _MOST_CHOICES = 4096
@@ -61,7 +63,7 @@ class Dispatcher:
             if why:
                 raise ConfigError(f"kernel {pinned!r} cannot run {problem.op}: {why}")
             return known[pinned], Choice(pinned)
-        choice = self.table.choose(problem.op, problem.rows, problem.row_bytes) if self.table else None
+        choice = self._by_table(problem)
         for each in (choice, self._by_rule(problem), Choice("tpfuse_ring"), Choice("nccl")):
             able = each is not None and each.candidate in known and not wish.forbids(each.candidate, problem)
             if each is not None and able and not known[each.candidate].cannot(self.arena, problem):
@@ -72,8 +74,7 @@ class Dispatcher:
         """Make the memory of every library that the table chooses for one of the problems, for the largest of those."""
         prepared = set()
         for problem in sorted(problems, key=lambda each: -each.rows) if self.table else ():
-            assert self.table is not None
-            choice = self.table.choose(problem.op, problem.rows, problem.row_bytes)
+            choice = self._by_table(problem)
             candidate = CANDIDATES[problem.op].get(choice.candidate) if choice else None
             if candidate is None or candidate.name in prepared or wish.forbids(candidate.name, problem):
                 continue
@@ -102,6 +103,16 @@ class Dispatcher:
         self._chosen[key] = found
         return found
 
+    def _by_table(self, problem: Problem) -> Choice | None:
+        """What was measured to be the fastest; a norm that is quantised, too, goes by the norm alone unless it was
+        measured itself."""
+        if self.table is None:
+            return None
+        found = self.table.choose(problem.op, problem.rows, problem.row_bytes)
+        if found is None and problem.op == ALL_REDUCE_RMS_NORM_QUANTIZE_FP8:
+            found = self.table.choose(ALL_REDUCE_RMS_NORM, problem.rows, problem.row_bytes)
+        return found
+
     def _by_rule(self, problem: Problem) -> Choice:
         """Without a table: our kernels while every rank sends little, NCCL above (it overlaps) and where no norm
         follows."""
@@ -110,24 +121,28 @@ class Dispatcher:
             return Choice("nccl")
         return Choice("tpfuse_split" if problem.rows <= 4 else "tpfuse_ring")
 
-    def all_reduce_rms_norm(self, wish: Wish, input: torch.Tensor, *arguments: Any) -> Any:
-        """Run the operation on at least one row; arguments as in ``tpfuse.ops``. None: only its reference can."""
+    def all_reduce_rms_norm(self, wish: Wish, input: torch.Tensor, *arguments: Any, fp8: Fp8 | None = None) -> Any:
+        """Run the operation on at least one row; arguments as in ``tpfuse.ops``. None: only its reference can.
+
+        fp8  what its rows are quantised to: then it is ``all_reduce_rms_norm_quantize_fp8``
+        """
         weight, _, _, bias, scale, scale_tensor, _, normed_dtype, out_dtype = arguments
         modified = bias is not None or scale is not None or scale_tensor is not None
         weight_dtype = None if weight is None else weight.dtype
-        key = (input.shape, input.dtype, weight_dtype, normed_dtype, out_dtype, modified, wish)
+        how = None if fp8 is None else fp8.how
+        key = (input.shape, input.dtype, weight_dtype, normed_dtype, out_dtype, modified, wish, how)
         found = self._chosen.get(key, _UNKNOWN)
         if found is _UNKNOWN:
             hidden = input.shape[-1]
             problem = Problem(
-                ALL_REDUCE_RMS_NORM, input.numel() // hidden, hidden, input.dtype,
-                weight_dtype, normed_dtype, out_dtype, modified,
+                ALL_REDUCE_RMS_NORM if how is None else ALL_REDUCE_RMS_NORM_QUANTIZE_FP8,
+                input.numel() // hidden, hidden, input.dtype, weight_dtype, normed_dtype, out_dtype, modified, how,
             )  # fmt: skip
             found = self.remember(key, self.choose(problem, wish))
         if found is None:
             return None
         candidate, choice = found
-        return candidate.run(self.arena, choice, input, *arguments)
+        return candidate.run(self.arena, choice, input, *arguments, **({} if fp8 is None else {"fp8": fp8}))
 
 
 _dispatchers: weakref.WeakKeyDictionary[dist.ProcessGroup, Dispatcher | str] = weakref.WeakKeyDictionary()

@@ -21,6 +21,7 @@ from tpfuse.comm import agreement, groups
 from tpfuse.comm.arena import VECTOR_BYTES, Arena
 from tpfuse.errors import first_line
 from tpfuse.kernels.candidates import NOT_PREPARED, Problem
+from tpfuse.kernels.fp8 import Fp8
 from tpfuse.kernels.matmul_candidates import ALL_GATHER_MATMUL, MatmulProblem
 
 _ONE_SHOT_BYTES = 16 << 10  # sent by each rank; above it two-shot is measured to be faster also between two ranks
@@ -126,12 +127,12 @@ def all_reduce(arena: Arena, input: torch.Tensor, *, one_shot: bool | None = Non
 
 
 def all_reduce_rms_norm(
-    arena: Arena, input: torch.Tensor, *arguments: Any, one_shot: bool | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    arena: Arena, input: torch.Tensor, *arguments: Any, one_shot: bool | None = None, fp8: Fp8 | None = None
+) -> tuple[torch.Tensor, ...]:
     """The operation of ``tpfuse.ops.all_reduce_rms_norm``: torch's all-reduce, then one kernel of ours for the rest."""
     from tpfuse.kernels.triton import own  # a CPU may have no Triton
 
-    return own.rms_norm(arena, _sum(arena, input, one_shot), *arguments)
+    return own.rms_norm(arena, _sum(arena, input, one_shot), *arguments, fp8=fp8)
 
 
 def _sum(arena: Arena, input: torch.Tensor, one_shot: bool | None) -> torch.Tensor:

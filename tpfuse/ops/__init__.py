@@ -4,6 +4,7 @@ from tpfuse.ops.act_mul_quantize_fp8 import act_mul_quantize_fp8
 from tpfuse.ops.all_gather_matmul import all_gather_matmul
 from tpfuse.ops.all_reduce import all_reduce
 from tpfuse.ops.all_reduce_rms_norm import all_reduce_rms_norm
+from tpfuse.ops.all_reduce_rms_norm_quantize_fp8 import all_reduce_rms_norm_quantize_fp8
 from tpfuse.ops.matmul_all_reduce import matmul_all_reduce
 from tpfuse.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpfuse.ops.quantize_fp8 import Recipe, quantize_fp8_per_group, quantize_fp8_per_token, quantize_fp8_static
@@ -16,6 +17,7 @@ __all__ = [
     "all_gather_matmul",
     "all_reduce",
     "all_reduce_rms_norm",
+    "all_reduce_rms_norm_quantize_fp8",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "quantize_fp8_per_group",

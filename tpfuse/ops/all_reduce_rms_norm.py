@@ -5,7 +5,7 @@ T  tokens (all leading dimensions together)     D  hidden size
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -184,15 +184,9 @@ def all_reduce_rms_norm(
     """
     factor = scale if isinstance(scale, torch.Tensor) else None
     optional = {"weight": weight, "residual": residual, "bias": bias, "scale": factor}
-    check_tensors(NAME, {"input": input}, optional)
-    check_number(NAME, "eps", eps, least=0)
-    check_number(NAME, "weight_offset", weight_offset)
-    if scale is not None and factor is None:
-        check_number(NAME, "scale", scale)
-    check_floating(NAME, "normed_dtype", normed_dtype)
+    check_arguments(NAME, input, optional, scale, eps, weight_offset, normed_dtype)
     check_floating(NAME, "out_dtype", out_dtype)
     check_name(NAME, kernel)
-    _check_shapes(input, weight, residual, bias, factor)
     if needs_gradients(factor):
         raise ValueError("all_reduce_rms_norm has no backward for a scale that requires gradients")
     number, element = (scale, None) if factor is None else (None, factor.reshape(()))
@@ -202,7 +196,30 @@ def all_reduce_rms_norm(
     return OP(input, weight, name, eps, residual, bias, number, element, *rest)
 
 
+def check_arguments(
+    op: str,
+    input: torch.Tensor,
+    optional: Mapping[str, torch.Tensor | None],
+    scale: float | torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    normed_dtype: torch.dtype | None,
+) -> None:
+    """What operations ask of an all-reduce and a norm. Raises ValueError.
+
+    optional  weight, residual, bias and scale, as far as they are tensors
+    """
+    check_tensors(op, {"input": input}, optional)
+    check_number(op, "eps", eps, least=0)
+    check_number(op, "weight_offset", weight_offset)
+    if scale is not None and optional["scale"] is None:
+        check_number(op, "scale", scale)
+    check_floating(op, "normed_dtype", normed_dtype)
+    _check_shapes(op, input, *(optional[name] for name in ("weight", "residual", "bias", "scale")))
+
+
 def _check_shapes(
+    op: str,
     input: torch.Tensor,
     weight: torch.Tensor | None,
     residual: torch.Tensor | None,
@@ -210,27 +227,27 @@ def _check_shapes(
     factor: torch.Tensor | None,
 ) -> None:
     """Raises ValueError: a shape, dtype or device that does not go with the input's."""
+
+    def wrong(what: str, given: torch.Tensor) -> ValueError:
+        return ValueError(f"{op}: {what}, got {told(given)}")
+
     if not input.dim():
-        raise _wrong("input must be [..., D]", input)
+        raise wrong("input must be [..., D]", input)
     if input.dtype not in DTYPES:
-        raise _wrong("input must be bf16, fp16 or fp32", input)
+        raise wrong("input must be bf16, fp16 or fp32", input)
     hidden, dtype = input.shape[-1], input.dtype
     if weight is not None and weight.shape != (hidden,):
-        raise _wrong(f"weight must be [{hidden}]", weight)
+        raise wrong(f"weight must be [{hidden}]", weight)
     if weight is not None and not weight.is_floating_point():
-        raise _wrong("weight must be floating", weight)
+        raise wrong("weight must be floating", weight)
     if residual is not None and not (residual.shape == input.shape and residual.dtype == dtype):
-        raise _wrong(f"residual must be {told(input)}", residual)
+        raise wrong(f"residual must be {told(input)}", residual)
     if bias is not None and bias.shape != (hidden,):
-        raise _wrong(f"bias must be [{hidden}]", bias)
+        raise wrong(f"bias must be [{hidden}]", bias)
     if bias is not None and bias.dtype != dtype:
-        raise _wrong(f"bias must be {dtype}", bias)
+        raise wrong(f"bias must be {dtype}", bias)
     if factor is not None and not (factor.numel() == 1 and factor.dtype == dtype):
-        raise _wrong(f"scale must be a number or one element of {dtype}", factor)
+        raise wrong(f"scale must be a number or one element of {dtype}", factor)
     for name, tensor in {"weight": weight, "residual": residual, "bias": bias, "scale": factor}.items():
         if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"{NAME}: {name} must be on {input.device} as the input, got one on {tensor.device}")
-
-
-def _wrong(what: str, given: torch.Tensor) -> ValueError:
-    return ValueError(f"{NAME}: {what}, got {told(given)}")
+            raise ValueError(f"{op}: {name} must be on {input.device} as the input, got one on {tensor.device}")

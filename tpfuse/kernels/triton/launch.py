@@ -17,12 +17,15 @@ from triton.runtime.jit import JITFunction
 
 from tpfuse.comm.arena import SLOT_BYTES, SPLIT, STATE_BYTES, VECTOR_BYTES, Alone, Arena
 from tpfuse.kernels.layout import layout
+from tpfuse.kernels.triton.quantised import E4M3, E5M2
 from tpfuse.kernels.triton.ring import ring
 from tpfuse.kernels.triton.split import split
 from tpfuse.kernels.triton.vectors import BF16, FP16, FP32
 from tpfuse.tables import Choice
 
 _KINDS = {torch.bfloat16: BF16.value, torch.float16: FP16.value, torch.float32: FP32.value}
+_FP8 = {None: 0, torch.float8_e4m3fn: E4M3.value, torch.float8_e5m2: E5M2.value}
+_NO_SWITCHES = (0, 0.0, False, False, False, False, False)
 _KERNELS = {"split": split, "ring": ring}
 _KEPT_BYTES = 4 << 20  # of a message; of more, keeping it in the cache was seen to win nothing (H200)
 _ADDRESS = 1 << 40  # any number that is typed as 64 bits
@@ -41,6 +44,9 @@ class Options:
     scale: bool = False
     factor: bool = False
     residual: bool = False
+    normed: bool = True  # whether it is stored
+    fp8: torch.dtype | None = None
+    switches: tuple = _NO_SWITCHES  # Quantisation.switches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +67,9 @@ def _compile(
 ) -> Any:
     run_time = [p.name for p in kernel.params if not p.is_constexpr]
     numbers = {"rank", "rows", "vectors", "tag"}
-    dummies = [0.5 if n in ("inverse", "eps", "scale", "offset") else 2 if n in numbers else _ADDRESS for n in run_time]
+    dummies = [
+        0.5 if n in ("inverse", "eps", "scale", "offset", "floor") else 2 if n in numbers else _ADDRESS for n in run_time
+    ]
     with torch.cuda.device(device):
         compiled = kernel.warmup(
             *dummies,
@@ -107,6 +115,9 @@ def plan(
         ("SCALE", options.scale),
         ("FACTOR", options.factor),
         ("RESIDUAL", options.residual),
+        ("NORMED", options.normed),
+        ("FP8", _FP8[options.fp8]),
+        *zip(("GROUP", "MOST", "NARROW", "FLOOR", "ZERO_TO_ONE", "RECIPROCAL", "POWER"), options.switches, strict=True),
     )
     compiled = _compile(kernel, arena.device.index, laid.warps, laid.registers, constants)
     values = tuple(value for _, value in constants)

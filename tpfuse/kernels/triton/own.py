@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from tpfuse.comm.arena import VECTOR_BYTES, Alone, Arena
 from tpfuse.kernels.aligned import aligned
+from tpfuse.kernels.fp8 import Fp8, Quantisation
 from tpfuse.kernels.layout import pieces
 from tpfuse.kernels.triton.launch import Options, Plan, plan
 from tpfuse.tables import Choice
@@ -37,10 +38,12 @@ def all_reduce_rms_norm(
     *,
     choice: Choice | None = None,
     wait: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operation of ``tpfuse.ops.all_reduce_rms_norm`` (see there) by the kernel ``name``, "split" or "ring".
+    fp8: Fp8 | None = None,
+) -> tuple[Any, ...]:
+    """The operation of ``tpfuse.ops.all_reduce_rms_norm`` (see there) by the kernel ``name``, "split" or "ring"; with
+    ``fp8`` that of ``all_reduce_rms_norm_quantize_fp8``.
 
-    A hidden size that does not fill whole vectors is padded with zeros, which changes no sum.
+    A hidden size that does not fill whole vectors is padded with zeros, which changes no sum and no greatest magnitude.
     """
     counted, dtype = input.shape[-1], input.dtype
     odd = -counted % (VECTOR_BYTES // dtype.itemsize)
@@ -53,21 +56,40 @@ def all_reduce_rms_norm(
     product_is_narrow = rounded and (weight is None or (weight.dtype == dtype and not weight_offset))
     wide_out = out_dtype is not None and out_dtype != dtype and dtype != torch.float32 and not product_is_narrow
     total = torch.empty(input.shape, dtype=dtype, device=input.device)
-    normed = torch.empty(input.shape, dtype=torch.float32 if wide_out else dtype, device=input.device)
+    keep = fp8 is None or fp8.keep
+    normed = input.new_empty(input.shape if keep else 0, dtype=torch.float32 if wide_out else dtype)
+    how, quantised, given_scale, floor = _quantised(fp8, input, counted)
     weight_kind = 0 if w is None else 1 if w.dtype == dtype else 2
     given = (weight_kind, wide_out, rounded, b is not None, scale is not None, scale_tensor is not None, r is not None)
-    key = (name, x.shape, dtype, given, choice, wait)
+    key = (name, x.shape, dtype, given, choice, wait, keep, how)
     found = arena.plans.get(key)
     if found is None:
         rows, vectors = x.numel() // (counted + odd), _vectors(counted + odd, dtype)
-        found = _remember(arena, key, plan(name, arena, rows, vectors, Options(dtype, True, *given), choice, wait))
+        last = () if how is None else (how.dtype, how.switches(counted, dtype))
+        options = Options(dtype, True, *given, keep, *last)
+        found = _remember(arena, key, plan(name, arena, rows, vectors, options, choice, wait))
     rows, vectors = found.rows, found.vectors
     factor = 1.0 if scale is None else scale
-    numbers = (rows, vectors, 1 / counted, rows * vectors, _tag(name, arena), eps, factor, weight_offset)
-    _launch(found, arena, (x, r, b, w, scale_tensor, normed, total), numbers)
+    numbers = (rows, vectors, 1 / counted, rows * vectors, _tag(name, arena), eps, factor, weight_offset, floor)
+    _launch(found, arena, (x, r, b, w, scale_tensor, normed, total, *quantised, given_scale), numbers)
+    values, scales = quantised
     if odd:
         normed, total = normed[..., :counted].contiguous(), total[..., :counted].contiguous()
-    return normed.to(out_dtype) if out_dtype is not None and normed.dtype != out_dtype else normed, total
+        values = None if values is None else values[..., :counted].contiguous()
+    if out_dtype is not None and normed.dtype != out_dtype:
+        normed = normed.to(out_dtype)
+    return (normed, total) if how is None else (values, scales, normed, total)
+
+
+def _quantised(
+    fp8: Fp8 | None, input: torch.Tensor, counted: int
+) -> tuple[Quantisation | None, tuple[Any, Any], torch.Tensor | None, float]:
+    """What is made of rows with ``counted`` elements, room for its values and scales, the given scale, the floor."""
+    if fp8 is None:
+        return None, (None, None), None, 0.0
+    values = torch.empty(input.shape, dtype=fp8.how.dtype, device=input.device)
+    scales = fp8.how.scales((*input.shape[:-1], counted), input.device)
+    return fp8.how, (values, scales), fp8.scale, float(fp8.how.recipe[2])
 
 
 def all_reduce(arena: Arena, input: torch.Tensor, *, choice: Choice | None = None) -> torch.Tensor:
@@ -86,13 +108,14 @@ def all_reduce(arena: Arena, input: torch.Tensor, *, choice: Choice | None = Non
     found = arena.plans.get(key)
     if found is None:
         found = _remember(arena, key, plan("ring", arena, rows, per_row, Options(dtype=dtype, norm=False), choice))
-    _launch(found, arena, (x, *[None] * 5, total), (rows, per_row, 1.0, vectors, _tag("plain", arena), 0.0, 1.0, 0.0))
+    numbers = (rows, per_row, 1.0, vectors, _tag("plain", arena), 0.0, 1.0, 0.0, 0.0)
+    _launch(found, arena, (x, *[None] * 5, total, *[None] * 3), numbers)
     return total[:size].view(input.shape) if odd else total
 
 
-def rms_norm(arena: Arena, input: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(arena: Arena, input: torch.Tensor, *arguments: Any, fp8: Fp8 | None = None) -> tuple[torch.Tensor, ...]:
     """What follows the all-reduce, alone: ``input`` is already the sum, the same on every rank. Arguments as above."""
-    return all_reduce_rms_norm("ring", arena.alone, input, *arguments)
+    return all_reduce_rms_norm("ring", arena.alone, input, *arguments, fp8=fp8)
 
 
 def _launch(found: Plan, arena: Arena | Alone, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[Any, ...]) -> None:

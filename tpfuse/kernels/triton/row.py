@@ -19,8 +19,9 @@ SLOTS = tl.constexpr(arena.SLOTS)
 NO_WEIGHT, SAME_WEIGHT, WIDE_WEIGHT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 #: Parameters that a kernel is not compiled anew for.
 RUN_TIME = (
-    *("input", "residual", "bias", "weight", "factor", "normed", "total", "base", "next_base", "peers", "region", "state"),
-    *("control", "rank", "rows", "vectors", "inverse", "all_vectors", "tag", "eps", "scale", "offset"),
+    *("input", "residual", "bias", "weight", "factor", "normed", "total", "values", "scales", "given", "base", "next_base"),
+    *("peers", "region", "state", "control", "rank", "rows", "vectors", "inverse", "all_vectors", "tag", "eps", "scale"),
+    *("offset", "floor"),
 )
 
 
@@ -29,9 +30,8 @@ def named(algorithm: str):
 
     def name(specialization) -> str:
         constants = specialization.constants
-        if constants["WORLD"] == 1:
-            return "tpfuse_rms_norm"
-        return f"tpfuse_all_reduce{'_rms_norm' if constants['NORM'] else ''}_{algorithm}"
+        norm = f"{'_rms_norm' if constants['NORM'] else ''}{'_fp8' if constants['FP8'] else ''}"
+        return f"tpfuse{norm}" if constants["WORLD"] == 1 else f"tpfuse_all_reduce{norm}_{algorithm}"
 
     return name
 
@@ -86,8 +86,11 @@ def sum_over_ranks(
 
 @triton.jit
 def load_weight(weight, k, mask, WEIGHT: tl.constexpr):
-    """The words of the weight: one vector per vector of the row, or two where it is fp32 and the row is not."""
-    if WEIGHT == WIDE_WEIGHT:
+    """The words of the weight: one vector per vector of the row, two where it is fp32 and the row is not; any without."""
+    if WEIGHT == NO_WEIGHT:
+        words = mask, mask, mask, mask
+        return words, words
+    elif WEIGHT == WIDE_WEIGHT:
         return load16(weight + k * 32, mask), load16(weight + k * 32 + 16, mask)
     else:
         words = load16(weight + k * 16, mask)
@@ -147,16 +150,20 @@ def squares_of(values):
 
 
 @triton.jit
-def normalize(
-    values, root, weight, normed, at, mask,
-    KIND: tl.constexpr, WEIGHT: tl.constexpr, WIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
-    """Store values * root * weight. weight: (lows, highs); at: byte offsets in a matrix like the input."""
+def normalize(values, root, weight, KIND: tl.constexpr, WEIGHT: tl.constexpr, ROUND: tl.constexpr):
+    """values * root * weight, all as (lows, highs)."""
     lower, upper = scale4(values[0], root), scale4(values[1], root)
     if ROUND:
         lower, upper = widen(joins(lower, upper, KIND), KIND)
     if WEIGHT != NO_WEIGHT:
         lower, upper = mul4(lower, weight[0]), mul4(upper, weight[1])
+    return lower, upper
+
+
+@triton.jit
+def store_normed(values, normed, at, mask, KIND: tl.constexpr, WIDE_OUT: tl.constexpr):
+    """at: byte offsets in a matrix like the input."""
+    lower, upper = values
     if WIDE_OUT:
         store16(normed + at * 2, mask, joins((lower[0], upper[0], lower[1], upper[1]), lower, FP32))
         store16(normed + at * 2 + 16, mask, joins((lower[2], upper[2], lower[3], upper[3]), lower, FP32))
