@@ -23,6 +23,8 @@ SEQUENCE_PARALLEL = "enable_sp"
 GEMM_COMMS = "fuse_gemm_comms"
 #: Those that quantise what a norm, or a gated activation, gives.
 NORM_QUANT, ACT_QUANT = "fuse_norm_quant", "fuse_act_quant"
+#: The one that normalises and rotates heads.
+QK_NORM_ROPE = "enable_qk_norm_rope_fusion"
 #: Why a collective is left alone where ``Context.ranks_alike`` is false.
 NOT_ALIKE = "ranks have different graphs or forward hooks"
 

@@ -32,13 +32,14 @@ from tpfuse.graph import (
     matmul_reduce_scatter,
     merge_all_reduces,
     order,
+    qk_norm_rope,
     raise_,
     raise_act,
     raise_quantize,
     rms_norm_quantize_fp8,
     sequence_parallel,
 )
-from tpfuse.graph.context import ACT_QUANT, FUSION, GEMM_COMMS, NORM_QUANT, SEQUENCE_PARALLEL, Context
+from tpfuse.graph.context import ACT_QUANT, FUSION, GEMM_COMMS, NORM_QUANT, QK_NORM_ROPE, SEQUENCE_PARALLEL, Context
 from tpfuse.graph.nodes import ALL_GATHER, ALL_REDUCE, OTHER_ALL_REDUCES, REDUCE_SCATTER, is_call, value
 from tpfuse.ops.all_reduce import OP as PLAIN_OP
 from tpfuse.ops.all_reduce_rms_norm import OP as FUSED_OP
@@ -53,6 +54,7 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     all_reduce_rms_norm.run,
     rms_norm_quantize_fp8.run,
     act_mul_quantize_fp8.run,
+    qk_norm_rope.run,
     matmul_reduce_scatter.run,
     all_gather_matmul.run,
     matmul_all_reduce.run,
@@ -69,6 +71,7 @@ OPS = {
     GEMM_COMMS: matmul_reduce_scatter.NAME,
     NORM_QUANT: rms_norm_quantize_fp8.NAME,
     ACT_QUANT: act_mul_quantize_fp8.NAME,
+    QK_NORM_ROPE: qk_norm_rope.NAME,
 }
 #: Those that no level turns on, with the reason.
 BY_NAME_ONLY = dict.fromkeys((SEQUENCE_PARALLEL, GEMM_COMMS), "only where it is asked for by name")

@@ -67,6 +67,12 @@ def replace(graph: Graph, node: Node, values: Node, scales: Node) -> None:
     graph.erase_node(node)
 
 
+def cpu_kernel(fusion: str, context: Context) -> tuple[str, str]:
+    """(what runs a fusion of one device on a CPU, why it is left to Inductor or "")."""
+    reason = "Inductor's own kernel is taken on a CPU, unless the fusion is asked for by name"
+    return REFERENCE, "" if context.fusions[fusion].explicit else reason
+
+
 def choose(node: Node, fusion: str, source: Node, stored: bool, context: Context) -> tuple[str, str]:
     """(what would run a fusion that ends in the canonical quantisation ``node``, why it is left to Inductor or "").
 
@@ -75,11 +81,7 @@ def choose(node: Node, fusion: str, source: Node, stored: bool, context: Context
     tensor, scale = value(source), node.args[2] if len(node.args) > 2 else None
     recipe = Recipe(*node.args[3:])
     if tensor.device.type == "cpu":
-        explicit = context.fusions[fusion].explicit
-        return (
-            REFERENCE,
-            "" if explicit else "Inductor's own kernel is taken on a CPU, unless the fusion is asked for by name",
-        )
+        return cpu_kernel(fusion, context)
     reason = quantize.cannot(tensor, recipe.arguments, scale is not None, fusion == NORM_QUANT)
     if reason:
         return "", reason

@@ -1,0 +1,105 @@
+"""RMSNorm of heads and rotary embedding on one GPU, by our Triton kernel: what it cannot do, and its launch.
+
+B  batch     T  tokens of a sequence     H  heads     D  head size     R  elements of a head that are rotated
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tpfuse.kernels.aligned import aligned
+from tpfuse.kernels.launch import launch, power_of_two
+
+DTYPES = (torch.bfloat16, torch.float16)
+LARGEST_HEAD = 256
+_FEW_TOKENS = 256  # below which a program has fewer heads, for there to be more programs
+
+
+def cannot(q: torch.Tensor, k: torch.Tensor, cos: torch.dtype | None, sin: torch.dtype | None) -> str:
+    """Why the kernel cannot take these, with tables of those dtypes; "" if it can."""
+    if q.device.type != "cuda":
+        return f"no kernel for {q.device.type}"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "compute capability 8.0 is needed"
+    if q.dtype not in DTYPES or k.dtype is not q.dtype:
+        return f"dtype {q.dtype if q.dtype not in DTYPES else k.dtype}"
+    if cos not in (q.dtype, torch.float32) or sin is not cos:
+        return f"tables of {cos} and {sin} for heads of {q.dtype}"
+    if q.shape[-1] > LARGEST_HEAD:
+        return f"heads of {q.shape[-1]} elements"
+    return ""
+
+
+def why_not_faster(norm: bool, as_complex: bool, rows: int, stored: bool) -> str:
+    """Why Inductor's kernels are taken where both can run; "" where ours was measured to be faster.
+
+    rows  heads of a call, the fewest    stored  what is read lies in memory anyway, rather than being computed for it
+    """
+    return "" if stored else "Inductor computes what it reads in the same kernel"
+
+
+def empty(x: torch.Tensor, heads_first: bool) -> torch.Tensor:
+    """What a result for x [..., T, H, D] is written to: as contiguous [..., H, T, D] where heads are first in memory."""
+    if not heads_first:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    shape = (*x.shape[:-3], x.shape[-2], x.shape[-3], x.shape[-1])
+    return torch.empty(shape, dtype=x.dtype, device=x.device).transpose(-3, -2)
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rotary: int,
+    interleaved: bool,
+    wide: bool,
+    heads_first: bool,
+    norm: bool,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    normed_dtype: torch.dtype | None,
+    layout: tuple[int, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operation of ``tpfuse.ops.qk_norm_rope`` (see there), where ``cannot`` finds nothing.
+
+    layout  (heads, warps) of a program; None: as measured
+    """
+    from tpfuse.kernels.triton.rotary import tpfuse_qk_norm_rope as kernel
+
+    size, tokens, length = q.shape[-1], q.shape[:-2].numel(), q.shape[-3]
+    made = empty(q, heads_first), empty(k, heads_first)
+    heads, warps = layout or _layout(size, tokens)
+    counts = (q.shape[-2], k.shape[-2])
+    tiles = [min(heads, power_of_two(count)) for count in counts]
+    blocks = [-(-count // tile) for count, tile in zip(counts, tiles, strict=True)]
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    if cos.stride(-1) != sin.stride(-1):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    arguments = (
+        *(q, k, *made, aligned(q_weight), aligned(k_weight), cos, sin),
+        *(length, *counts, blocks[0], sum(blocks)),
+        *(stride for x in (q, k) for stride in (x.stride(0) if x.dim() == 4 else 0, *x.stride()[-3:-1])),
+        *(stride for table in (cos, sin) for stride in _strides(table)),
+        *(cos.stride(-1), float(eps), float(weight_offset)),
+    )
+    half, tail = power_of_two(rotary // 2), power_of_two(size - rotary) if rotary < size else 0
+    narrow, shared = cos.dtype == q.dtype and not wide, cos.shape[-1] < rotary
+    normed = (norm, q_weight is not None, bool(weight_offset), normed_dtype == q.dtype)
+    constants = (*tiles, heads_first, size, rotary, interleaved, shared, narrow, *normed, half, tail, power_of_two(size))
+    launch(kernel, (tokens * sum(blocks), 1, 1), arguments, constants, warps)
+    return made
+
+
+def _layout(size: int, tokens: int) -> tuple[int, int]:
+    """(heads, warps) of a program."""
+    per_program = 512 if tokens < _FEW_TOKENS else 1024
+    return max(1, per_program // power_of_two(size)), 1 if tokens < _FEW_TOKENS else 2
+
+
+def _strides(table: torch.Tensor) -> tuple[int, int]:
+    """From sequence to sequence, and from token to token; 0 where all read the same."""
+    batch = table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0
+    return batch, table.stride(-2) if table.shape[-2] > 1 else 0
