@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tpfuse.kernels.aligned import aligned
-from tpfuse.kernels.launch import launch, power_of_two
 
 DTYPES = (torch.bfloat16, torch.float16)
 LONGEST_ROW = 16384  # elements that one program keeps in registers

@@ -9,6 +9,7 @@ D  head size     R  elements of a head that are rotated, the first ones
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -140,6 +141,7 @@ def tpfuse_qk_norm_rope(
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, HEADS_FIRST: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, NARROW: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,
     OFFSET: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr, SIZE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token.
 
@@ -153,6 +155,9 @@ def tpfuse_qk_norm_rope(
     cos += batch * cos_batch + at * cos_token
     sin += batch * sin_batch + at * sin_token
     y_head = length * D if HEADS_FIRST else D
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     if block < q_blocks:
         y = q_out + batch * length * q_heads * D + at * (D if HEADS_FIRST else q_heads * D)
         _heads(
