@@ -43,7 +43,7 @@ def _scenarios(rank: int) -> dict[str, object]:
         model = Stack(world)
         found["config"] = _told(tpfuse.apply, model, {"fuse_allreduce_rms": rank == 0})
         found["failure"] = _told(tpfuse.apply, model, {"fuse_allreduce_rsm": True} if rank else None)
-        found["unsupported"] = _told(tpfuse.apply, model, {"fuse_act_padding": True})
+        found["unsupported"] = _told(tpfuse.apply, model, {"fuse_attn_quant": True})
         found["options"] = _told(tpfuse.apply, model, fullgraph=bool(rank))
         found["argument"] = _told(tpfuse.apply, model, fulgraph=True)
         os.environ["TPFUSE_DISABLE"] = str(rank)
@@ -73,7 +73,7 @@ def test_what_every_rank_is_told():
     for found in (first, second):
         assert "AgreementError" in found["config"] and "differ in config" in found["config"]
         assert '"fuse_allreduce_rms": false' in found["config"]
-        assert found["unsupported"].startswith("ConfigError: fuse_act_padding=True cannot be honoured: not in this version")
+        assert found["unsupported"].startswith("ConfigError: fuse_attn_quant=True cannot be honoured: not in this version")
         assert "differ in compile options" in found["options"]
         assert "unknown argument 'fulgraph'" in found["argument"]
         assert "differ in TPFUSE_DISABLE" in found["disabled on one"]
@@ -107,14 +107,14 @@ def _two_groups(rank: int) -> tuple[str, float]:
     model = Stack(pairs[rank // 2])
     model.tensor_expert_group = crossed[rank % 2]
     start = time.monotonic()
-    return _told(tpfuse.apply, model, {"fuse_act_padding": True} if rank == 0 else None), time.monotonic() - start
+    return _told(tpfuse.apply, model, {"fuse_attn_quant": True} if rank == 0 else None), time.monotonic() - start
 
 
 def test_a_failure_reaches_the_ranks_of_every_group_at_once():
     (first, _), *others = spawn(_two_groups, 4, timeout_s=60)
-    assert first.startswith("ConfigError: fuse_act_padding=True cannot be honoured")
+    assert first.startswith("ConfigError: fuse_attn_quant=True cannot be honoured")
     for told, seconds in others:
-        assert "AgreementError" in told and "fuse_act_padding=True cannot be honoured" in told
+        assert "AgreementError" in told and "fuse_attn_quant=True cannot be honoured" in told
         assert seconds < 20
 
 

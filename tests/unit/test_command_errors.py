@@ -17,7 +17,7 @@ CASES: dict[str, tuple[int, str]] = {
     "demo --layers 0": (0, "--layers: must be a whole number of at least 1, got '0'"),
     "demo --nproc-per-node 0": (0, "--nproc-per-node: must be a whole number of at least 1, got '0'"),
     "demo --set nope=1": (0, "--set: unknown field 'nope'; the nearest valid one is"),
-    "demo --set fuse_act_padding=on": (0, "--set: fuse_act_padding=True cannot be honoured"),
+    "demo --set fuse_attn_quant=on": (0, "--set: fuse_attn_quant=True cannot be honoured"),
     "demo --set x": (0, "--set: 'x' is not of the form key=value"),
     "demo --dtype int": (0, "--dtype: invalid choice: 'int' (choose from"),
     "demo --device cuda": (0, "--device cuda: there is no CUDA device"),

@@ -170,7 +170,7 @@ APPLY: dict[str, tuple[Callable[[Any, pathlib.Path], Any], type[Exception], tupl
     "config: no time to wait": (
         lambda g, t: _applied(g, {"peer_timeout_s": 0}), ConfigError, ("peer_timeout_s must be a number above 0", "None")),
     "config: cannot be honoured": (
-        lambda g, t: _applied(g, {"fuse_act_padding": True}), ConfigError, ("fuse_act_padding=True cannot be honoured",)),
+        lambda g, t: _applied(g, {"fuse_attn_quant": True}), ConfigError, ("fuse_attn_quant=True cannot be honoured",)),
     "config: unknown kernel": (
         lambda g, t: _applied(g, {"allreduce_rms_kernel": "nope"}), ConfigError, ("'nope'", "the nearest valid one")),
     "config: no device for it": (

@@ -227,7 +227,7 @@ def test_a_cpu_leaves_it_to_inductor():
 
 def test_something_else_reads_the_norm():
     def model(packed, wq, wk, cos, sin):
-        q, k, v = heads_of(packed)
+        q, k, _ = heads_of(packed)
         q, k = norm(q, wq), norm(k, wk)
         return hugging_face(q, cos, sin), hugging_face(k, cos, sin), q
 
@@ -262,11 +262,14 @@ def test_other_tables():
     left(model, PACKED, COS, SIN, reason="no other heads are rotated by the same tables")
 
 
+def both_added(a, b, c, s):
+    return torch.cat((a * c + b * s, b * c + a * s), -1)
+
+
 NEAR_MISSES = {
     "the wrong half is negated": lambda x, c, s: x * c + torch.cat((x[..., D // 2 :], -x[..., : D // 2]), -1) * s,
     "halves are not exchanged": lambda x, c, s: x * c + torch.cat((-x[..., : D // 2], x[..., D // 2 :]), -1) * s,
-    "both are added": lambda x, c, s: torch.cat((x[..., : D // 2] * c[..., : D // 2] + x[..., D // 2 :] * s[..., : D // 2],
-                                                 x[..., D // 2 :] * c[..., : D // 2] + x[..., : D // 2] * s[..., : D // 2]), -1),
+    "both are added": lambda x, c, s: both_added(*x.chunk(2, -1), c[..., : D // 2], s[..., : D // 2]),
     "another value is rotated": lambda x, c, s: x * c + rotate_half(x + 1) * s,
     "a difference": lambda x, c, s: x * c - rotate_half(x) * s,
 }  # fmt: skip

@@ -361,8 +361,8 @@ def test_strict_and_explicit():
     tpfuse.apply(NoNorm())(x)
     strict = tpfuse.apply(Model(), strict=True)
     strict(values(5, 16, dtype=torch.float32))
-    with pytest.raises(tpfuse.ConfigError, match="fuse_act_padding=True"):
-        tpfuse.apply(Model(), {"fuse_act_padding": True})
+    with pytest.raises(tpfuse.ConfigError, match="fuse_attn_quant=True"):
+        tpfuse.apply(Model(), {"fuse_attn_quant": True})
 
 
 def test_strict_waits_for_rows_that_may_be_sharded():

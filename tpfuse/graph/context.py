@@ -25,6 +25,8 @@ GEMM_COMMS = "fuse_gemm_comms"
 NORM_QUANT, ACT_QUANT = "fuse_norm_quant", "fuse_act_quant"
 #: The one that normalises and rotates heads.
 QK_NORM_ROPE = "enable_qk_norm_rope_fusion"
+#: Those that normalise two tensors at once, and that pad what a norm gives.
+DUAL_NORM, ACT_PADDING = "fuse_mla_dual_rms_norm", "fuse_act_padding"
 #: Why a collective is left alone where ``Context.ranks_alike`` is false.
 NOT_ALIKE = "ranks have different graphs or forward hooks"
 

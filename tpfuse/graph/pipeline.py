@@ -26,6 +26,7 @@ from tpfuse.graph import (
     all_reduce,
     all_reduce_rms_norm,
     annotate,
+    dual_rms_norm,
     joint,
     lower,
     matmul_all_reduce,
@@ -36,10 +37,21 @@ from tpfuse.graph import (
     raise_,
     raise_act,
     raise_quantize,
+    rms_norm_pad,
     rms_norm_quantize_fp8,
     sequence_parallel,
 )
-from tpfuse.graph.context import ACT_QUANT, FUSION, GEMM_COMMS, NORM_QUANT, QK_NORM_ROPE, SEQUENCE_PARALLEL, Context
+from tpfuse.graph.context import (
+    ACT_PADDING,
+    ACT_QUANT,
+    DUAL_NORM,
+    FUSION,
+    GEMM_COMMS,
+    NORM_QUANT,
+    QK_NORM_ROPE,
+    SEQUENCE_PARALLEL,
+    Context,
+)
 from tpfuse.graph.nodes import ALL_GATHER, ALL_REDUCE, OTHER_ALL_REDUCES, REDUCE_SCATTER, is_call, value
 from tpfuse.ops.all_reduce import OP as PLAIN_OP
 from tpfuse.ops.all_reduce_rms_norm import OP as FUSED_OP
@@ -55,6 +67,8 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     rms_norm_quantize_fp8.run,
     act_mul_quantize_fp8.run,
     qk_norm_rope.run,
+    rms_norm_pad.run,
+    dual_rms_norm.run,
     matmul_reduce_scatter.run,
     all_gather_matmul.run,
     matmul_all_reduce.run,
@@ -72,6 +86,8 @@ OPS = {
     NORM_QUANT: rms_norm_quantize_fp8.NAME,
     ACT_QUANT: act_mul_quantize_fp8.NAME,
     QK_NORM_ROPE: qk_norm_rope.NAME,
+    ACT_PADDING: rms_norm_pad.NAME,
+    DUAL_NORM: dual_rms_norm.NAME,
 }
 #: Those that no level turns on, with the reason.
 BY_NAME_ONLY = dict.fromkeys((SEQUENCE_PARALLEL, GEMM_COMMS), "only where it is asked for by name")

@@ -1,4 +1,4 @@
-"""What the two fusions with quantisation on one GPU share: whether a kernel pays, and what lies in memory anyway."""
+"""What fusions on one GPU share: whether a kernel pays, what lies in memory anyway, and what of a norm can be joined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,22 @@ from collections.abc import Callable
 from torch.fx import Graph
 
 from tpfuse.graph.context import NORM_QUANT, Context
-from tpfuse.graph.nodes import COPIES, VIEWS, WAIT, Node, aten, erase_cone, is_call, keeps_last, value
+from tpfuse.graph.nodes import (
+    ADD,
+    COPIES,
+    VIEWS,
+    WAIT,
+    Node,
+    aten,
+    dtype,
+    erase_cone,
+    is_call,
+    is_node,
+    keeps_last,
+    plain_binary,
+    same_shape,
+    value,
+)
 from tpfuse.graph.raise_ import ORIGINAL
 from tpfuse.kernels import REFERENCE, quantize
 from tpfuse.ops import quantize_fp8
@@ -19,14 +34,29 @@ from tpfuse.report import Outcome
 KERNEL = "tpfuse"
 #: What Inductor does not compute itself: its result is written to memory whatever follows.
 _STORED = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default, WAIT, operator.getitem)
-_PARTS = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
+PARTS = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def is_stored(node: Node) -> bool:
     """Whether a value lies in memory, whoever reads it: an input of the graph, or what no kernel of Inductor computes."""
-    while is_call(node, *VIEWS, *COPIES, *_PARTS) or (is_call(node, operator.getitem) and is_call(node.args[0], *_PARTS)):
+    while is_call(node, *VIEWS, *COPIES, *PARTS) or (is_call(node, operator.getitem) and is_call(node.args[0], *PARTS)):
         node = node.args[0]
     return node.op in ("placeholder", "get_attr") or is_call(node, *_STORED)
+
+
+def summands(norm: Node) -> tuple[Node, ...]:
+    """(x,) of a canonical norm, or (x, residual) where it is of a sum that an operation can compute too."""
+    total = norm.args[0]
+    operands = plain_binary(total, ADD)
+    if not operands or not all(is_node(o) and same_shape(o, total) and dtype(o) is dtype(total) for o in operands):
+        return (total,)
+    return operands if operands[0] is not operands[1] and all(map(is_stored, operands)) else (total,)
+
+
+def norm_obstacle(norm: Node) -> str:
+    """Why no kernel gives what a canonical norm gives, whatever the device; "" if one may."""
+    x, out_dtype = norm.args[0], norm.args[5]
+    return "" if out_dtype is dtype(x) else f"the norm gives {out_dtype} of {dtype(x)}"
 
 
 def source_of(node: Node, target: Callable) -> Node | None:

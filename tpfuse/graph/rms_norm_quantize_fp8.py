@@ -12,7 +12,6 @@ from torch.fx import Graph
 
 from tpfuse.graph.context import NORM_QUANT, Context
 from tpfuse.graph.nodes import (
-    ADD,
     Node,
     dtype,
     emit,
@@ -20,11 +19,19 @@ from tpfuse.graph.nodes import (
     is_node,
     latest,
     next_call,
-    plain_binary,
-    same_shape,
     value,
 )
-from tpfuse.graph.quantised import choose, decide, is_stored, needed_elsewhere, release, replace, source_of
+from tpfuse.graph.quantised import (
+    choose,
+    decide,
+    is_stored,
+    needed_elsewhere,
+    norm_obstacle,
+    release,
+    replace,
+    source_of,
+    summands,
+)
 from tpfuse.kernels import quantize
 from tpfuse.ops import rms_norm
 from tpfuse.ops.rms_norm_quantize_fp8 import NAME, OP
@@ -35,39 +42,29 @@ def run(graph: Graph, context: Context) -> None:
         norm = source_of(node, rms_norm.OP)
         if norm is None:
             continue
-        summands = _summands(norm)
-        kernel, reason = choose(node, NORM_QUANT, norm, all(map(is_stored, summands)), context)
+        parts = summands(norm)
+        kernel, reason = choose(node, NORM_QUANT, norm, all(map(is_stored, parts)), context)
         reason = reason or _obstacle(norm)
         if decide(context, NORM_QUANT, NAME, norm, kernel, reason):
-            _rewrite(graph, node, norm, summands)
-
-
-def _summands(norm: Node) -> tuple[Node, ...]:
-    """(x,) of the norm, or (x, residual) where it is a sum that the operation can compute too."""
-    total = norm.args[0]
-    operands = plain_binary(total, ADD)
-    if not operands or not all(is_node(o) and same_shape(o, total) and dtype(o) is dtype(total) for o in operands):
-        return (total,)
-    return operands if operands[0] is not operands[1] and all(map(is_stored, operands)) else (total,)
+            _rewrite(graph, node, norm, parts)
 
 
 def _obstacle(norm: Node) -> str:
-    x, weight, _, _, normed_dtype, out_dtype = norm.args
-    if out_dtype is not dtype(x):
-        return f"the norm gives {out_dtype} of {dtype(x)}"
-    return quantize.norm_cannot(value(x).dtype, dtype(weight) if weight is not None else None, normed_dtype)
+    x, weight, _, _, normed_dtype, _ = norm.args
+    reason = norm_obstacle(norm)
+    return reason or quantize.norm_cannot(value(x).dtype, dtype(weight) if weight is not None else None, normed_dtype)
 
 
-def _rewrite(graph: Graph, node: Node, norm: Node, summands: tuple[Node, ...]) -> None:
+def _rewrite(graph: Graph, node: Node, norm: Node, parts: tuple[Node, ...]) -> None:
     total, weight, eps, offset, normed_dtype, _ = norm.args
     _, fp8, scale, *recipe = node.args
     release(graph, node)
     kept = needed_elsewhere(norm, node)
-    inputs = [n for n in (*summands, weight, scale) if is_node(n)]
+    inputs = [n for n in (*parts, weight, scale) if is_node(n)]
     place = next_call(latest(inputs))
-    if len(summands) == 2 and any(is_before(user, place) for user in total.users):
-        summands, place = (total,), next_call(latest([*inputs, total]))
-    x, residual = summands[0], summands[1] if len(summands) == 2 else None
+    if len(parts) == 2 and any(is_before(user, place) for user in total.users):
+        parts, place = (total,), next_call(latest([*inputs, total]))
+    x, residual = parts[0], parts[1] if len(parts) == 2 else None
     with graph.inserting_before(place):
         arguments = (x, residual, weight, eps, offset, normed_dtype, kept, fp8, scale, *recipe)
         fused = emit(graph, OP, arguments, like=norm)

@@ -5,6 +5,7 @@ from tpfuse.ops.all_gather_matmul import all_gather_matmul
 from tpfuse.ops.all_reduce import all_reduce
 from tpfuse.ops.all_reduce_rms_norm import all_reduce_rms_norm
 from tpfuse.ops.all_reduce_rms_norm_quantize_fp8 import all_reduce_rms_norm_quantize_fp8
+from tpfuse.ops.dual_rms_norm import dual_rms_norm
 from tpfuse.ops.matmul_all_reduce import matmul_all_reduce
 from tpfuse.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpfuse.ops.quantize_fp8 import Recipe, quantize_fp8_per_group, quantize_fp8_per_token, quantize_fp8_static
@@ -18,6 +19,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_rms_norm",
     "all_reduce_rms_norm_quantize_fp8",
+    "dual_rms_norm",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "quantize_fp8_per_group",
