@@ -8,7 +8,7 @@ import torch
 from single_gpu_cases import BF16, EPS, Case, random
 from torch.nn import functional
 
-from tpfuse.ops import dual_rms_norm, qk_norm_rope, rms_norm_pad
+from tpfuse.ops import dual_rms_norm, qk_norm_rope, rms_norm_pad, rope_kvcache
 
 Q_HEADS, K_HEADS = 32, 8
 PADDED = {2880: 3072}
@@ -80,8 +80,50 @@ def norm_pad(size: int, variant: str) -> Case:
     return Case(lambda rows: (random(rows, size), random(rows, size)), plain, ours, 6 * size + 2 * wanted)
 
 
+def heads_and_cache(size: int, variant: str) -> Case:
+    """A decode step: q and k of one projection are normalised ("norm") and rotated, k and v written into a static cache."""
+    weights, places = (random(size), random(size)), 512
+
+    def inputs(rows):
+        angles, shape = torch.randn(1, 1, size, device="cuda"), (rows, K_HEADS, places, size)
+        caches = (torch.zeros(shape, device="cuda", dtype=BF16) for _ in range(2))
+        position = torch.randint(places, (1,), device="cuda")
+        return (
+            random(rows, 1, (Q_HEADS + 2 * K_HEADS) * size),
+            angles.cos().to(BF16),
+            angles.sin().to(BF16),
+            *caches,
+            position,
+        )
+
+    def split(packed):
+        parts = packed.split((Q_HEADS * size, K_HEADS * size, K_HEADS * size), -1)
+        return (part.unflatten(-1, (-1, size)) for part in parts)
+
+    def plain(packed, cos, sin, k_cache, v_cache, position):
+        q, k, v = (x.transpose(1, 2) for x in split(packed))
+        if variant == "norm":
+            q, k = norm(q, weights[0]), norm(k, weights[1])
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        q, k = (y * cos + torch.cat((-y[..., size // 2 :], y[..., : size // 2]), -1) * sin for y in (q, k))
+        k_cache.index_copy_(2, position, k)
+        v_cache.index_copy_(2, position, v)
+        return (q,)
+
+    def ours(packed, cos, sin, k_cache, v_cache, position):
+        q, k, v = split(packed)
+        how = (
+            {"eps": EPS, "q_weight": weights[0], "k_weight": weights[1], "normed_dtype": BF16} if variant == "norm" else {}
+        )
+        q = rope_kvcache(q, k, v, cos, sin, k_cache, v_cache, position, heads_dim=1, own_page=True, **how)
+        return (q.transpose(1, 2),)
+
+    return Case(inputs, plain, ours, 2 * size * 2 * (Q_HEADS + 2 * K_HEADS))
+
+
 CASES: dict[str, tuple[Callable[[int, str], Case], tuple[int, ...], tuple[str, ...]]] = {
     "qk_norm_rope": (heads, (64, 128, 256), ("norm", "rope")),
+    "rope_kvcache": (heads_and_cache, (128,), ("norm", "rope")),
     "dual_rms_norm": (two_norms, tuple(NARROWER), ("bf16",)),
     "rms_norm_pad": (norm_pad, tuple(PADDED), ("bf16",)),
 }

@@ -170,6 +170,7 @@ class TpfuseBackend:
             replicated,
             differing,
             self.config.batch_invariant,
+            self.config.rope_kvcache_fusion_max_token_num,
         )
         provenance = Provenance(module) if self.verify else None
         with provenance.followed() if provenance else contextlib.nullcontext():

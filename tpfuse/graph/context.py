@@ -25,6 +25,8 @@ GEMM_COMMS = "fuse_gemm_comms"
 NORM_QUANT, ACT_QUANT = "fuse_norm_quant", "fuse_act_quant"
 #: The one that normalises and rotates heads.
 QK_NORM_ROPE = "enable_qk_norm_rope_fusion"
+#: The one that rotates heads and writes them into the caches.
+ROPE_KVCACHE = "fuse_rope_kvcache"
 #: Those that normalise two tensors at once, and that pad what a norm gives.
 DUAL_NORM, ACT_PADDING = "fuse_mla_dual_rms_norm", "fuse_act_padding"
 #: Why a collective is left alone where ``Context.ranks_alike`` is false.
@@ -39,6 +41,7 @@ class Context:
     sp_min_rows  rows from which they may be sharded; None: any number
     replicated   by group: inputs of the graph that are known to be no shards of weights
     batch_invariant  only what computes a row alike in any batch may be put in
+    rope_kvcache_rows  the most rows of a call whose heads are rotated and written into the caches at once
     unlike       by group: nodes that are known to have other constants on other ranks, or inputs other values
     """
 
@@ -55,9 +58,11 @@ class Context:
         replicated: Mapping[str, set[Node]] | None = None,
         unlike: Mapping[str, set[Node]] | None = None,
         batch_invariant: bool = False,
+        rope_kvcache_rows: int = 256,
     ) -> None:
         self.fusions = fusions
         self.ranks_alike, self.batch_invariant = ranks_alike, batch_invariant
+        self.rope_kvcache_rows = rope_kvcache_rows
         self.wish, self.rows, self.sp_min_rows = wish, rows, sp_min_rows
         self.replicated, self.unlike = replicated or {}, unlike or {}
         self.variant = variant

@@ -39,6 +39,7 @@ from tpfuse.graph import (
     raise_quantize,
     rms_norm_pad,
     rms_norm_quantize_fp8,
+    rope_kvcache,
     sequence_parallel,
 )
 from tpfuse.graph.context import (
@@ -49,6 +50,7 @@ from tpfuse.graph.context import (
     GEMM_COMMS,
     NORM_QUANT,
     QK_NORM_ROPE,
+    ROPE_KVCACHE,
     SEQUENCE_PARALLEL,
     Context,
 )
@@ -66,6 +68,7 @@ PIPELINE: tuple[Callable[[Graph, Context], None], ...] = (
     all_reduce_rms_norm.run,
     rms_norm_quantize_fp8.run,
     act_mul_quantize_fp8.run,
+    rope_kvcache.run,
     qk_norm_rope.run,
     rms_norm_pad.run,
     dual_rms_norm.run,
@@ -86,6 +89,7 @@ OPS = {
     NORM_QUANT: rms_norm_quantize_fp8.NAME,
     ACT_QUANT: act_mul_quantize_fp8.NAME,
     QK_NORM_ROPE: qk_norm_rope.NAME,
+    ROPE_KVCACHE: rope_kvcache.NAME,
     ACT_PADDING: rms_norm_pad.NAME,
     DUAL_NORM: dual_rms_norm.NAME,
 }

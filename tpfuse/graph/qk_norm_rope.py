@@ -44,7 +44,7 @@ from tpfuse.ops.qk_norm_rope import NAME, OP
 
 
 @dataclasses.dataclass(frozen=True)
-class _Heads:
+class Heads:
     """q or k: its rotation, and where it comes from.
 
     source  what is normalised, or rotated where there is no norm
@@ -70,23 +70,32 @@ class _Heads:
 def run(graph: Graph, context: Context) -> None:
     if not context.fusions[QK_NORM_ROPE].on or is_joint(graph):
         return  # training: a gradient would need what the kernel does not keep
-    waiting: list[_Heads] = []
+    found, alone = pairs(graph)
+    for q, k in found:
+        _fuse(graph, q, k, context)
+    for heads in alone:
+        decide(context, QK_NORM_ROPE, NAME, heads.rotation.out, "", "no other heads are rotated by the same tables")
+
+
+def pairs(graph: Graph) -> tuple[list[tuple[Heads, Heads]], list[Heads]]:
+    """(q and k of each attention, what is rotated alone)."""
+    found: list[tuple[Heads, Heads]] = []
+    waiting: list[Heads] = []
     for node in list(graph.nodes):
         rotation = rotations.find(node) if node.op == "call_function" else None
         if rotation is None:
             continue
-        found = _heads(rotation)
-        partner = next((w for w in waiting if _belong(w, found)), None)
+        heads = _heads(rotation)
+        partner = next((w for w in waiting if _belong(w, heads)), None)
         if partner is None:
-            waiting.append(found)
-            continue
-        waiting.remove(partner)
-        _fuse(graph, partner, found, context)
-    for alone in waiting:
-        decide(context, QK_NORM_ROPE, NAME, alone.rotation.out, "", "no other heads are rotated by the same tables")
+            waiting.append(heads)
+        else:
+            waiting.remove(partner)
+            found.append((partner, heads))
+    return found, waiting
 
 
-def _heads(rotation: Rotation) -> _Heads:
+def _heads(rotation: Rotation) -> Heads:
     node, steps, size = rotation.x, [], value(rotation.x).shape[-1]
     while is_call(node, aten.permute.default, *VIEWS) or (is_call(node, *COPIES) and not node.kwargs):
         if is_call(node, aten.permute.default) and not _keeps_heads(node, size):
@@ -94,8 +103,8 @@ def _heads(rotation: Rotation) -> _Heads:
         steps.append(node)
         node = node.args[0]
     if not is_call(node, rms_norm.OP) or value(node).shape[-1] != size:
-        return _Heads(rotation, rotation.x, None, ())
-    return _Heads(rotation, node.args[0], node, tuple(reversed(steps)))
+        return Heads(rotation, rotation.x, None, ())
+    return Heads(rotation, node.args[0], node, tuple(reversed(steps)))
 
 
 def _keeps_heads(permute: Node, size: int) -> bool:
@@ -103,7 +112,7 @@ def _keeps_heads(permute: Node, size: int) -> bool:
     return dims[-1] in (-1, len(dims) - 1) and value(permute).shape[-1] == size
 
 
-def _belong(a: _Heads, b: _Heads) -> bool:
+def _belong(a: Heads, b: Heads) -> bool:
     """Whether they are heads of one attention: rotated alike, by the same numbers."""
     one, other = a.rotation, b.rotation
     alike = ("rotary", "interleaved", "wide", "as_complex")
@@ -115,11 +124,11 @@ def _belong(a: _Heads, b: _Heads) -> bool:
     )
 
 
-def _fuse(graph: Graph, q: _Heads, k: _Heads, context: Context) -> None:
-    dim = _heads_dim(q.rotation, k.rotation)
-    kernel, reason = _choose(q, k, context)
-    reason = reason or _obstacle(q, k, dim)
-    place = next_call(latest(_inputs(q, k)))
+def _fuse(graph: Graph, q: Heads, k: Heads, context: Context) -> None:
+    dim = heads_dim(q.rotation, k.rotation)
+    kernel, reason = choose(q, k, QK_NORM_ROPE, context)
+    reason = reason or obstacle(q, k, dim)
+    place = next_call(latest(inputs(q, k)))
     if not reason and any(is_before(user, place) for user in q.rotation.out.users):
         reason = "one of the two is used before the other can be computed"
     if decide(context, QK_NORM_ROPE, NAME, q.rotation.out, kernel, reason):
@@ -127,16 +136,16 @@ def _fuse(graph: Graph, q: _Heads, k: _Heads, context: Context) -> None:
         _rewrite(graph, q, k, dim, place)
 
 
-def _inputs(q: _Heads, k: _Heads) -> list[Node]:
+def inputs(q: Heads, k: Heads) -> list[Node]:
     nodes = [q.source, k.source, q.weight, k.weight, q.rotation.cos, q.rotation.sin]
     return [node for node in nodes if node is not None]
 
 
-def _choose(q: _Heads, k: _Heads, context: Context) -> tuple[str, str]:
+def choose(q: Heads, k: Heads, fusion: str, context: Context) -> tuple[str, str]:
     """(what would run it, why it is left to Inductor or "")."""
     a, b, rotation = value(q.rotation.x), value(k.rotation.x), q.rotation
     if a.device.type == "cpu":
-        return cpu_kernel(QK_NORM_ROPE, context)
+        return cpu_kernel(fusion, context)
     tables = torch.float32 if rotation.as_complex else dtype(rotation.cos)
     reason = kernels.cannot(a, b, tables, tables)
     if reason:
@@ -147,7 +156,7 @@ def _choose(q: _Heads, k: _Heads, context: Context) -> tuple[str, str]:
     return KERNEL, kernels.why_not_faster(q.norm is not None, rotation.as_complex, fewest, stored)
 
 
-def _obstacle(q: _Heads, k: _Heads, dim: int | None) -> str:
+def obstacle(q: Heads, k: Heads, dim: int | None) -> str:
     if dim is None:
         return "its tables are not the same for all heads of a token"
     if (q.norm is None) != (k.norm is None) or q.norm_options != k.norm_options:
@@ -176,7 +185,7 @@ def _only_for(node: Node) -> set[Node]:
     return cone
 
 
-def _heads_dim(q: Rotation, k: Rotation) -> int | None:
+def heads_dim(q: Rotation, k: Rotation) -> int | None:
     """The dimension of heads: tables are broadcast over it, and q and k may differ in it alone."""
     table, a, b = value(q.cos), value(q.x), value(k.x)
     rank = a.dim()
@@ -223,35 +232,44 @@ def _is_dense(tensor: torch.Tensor, order: list[int]) -> bool:
     return True
 
 
-def _rewrite(graph: Graph, q: _Heads, k: _Heads, dim: int, place: Node) -> None:
-    rotation = q.rotation
-    rank = value(rotation.x).dim()
-    swap = [*range(rank - 3), rank - 2, rank - 3, rank - 1] if dim == rank - 3 else None
+def _rewrite(graph: Graph, q: Heads, k: Heads, dim: int, place: Node) -> None:
     with graph.inserting_before(place):
-        sources = [_permuted(graph, _brought(graph, heads), swap, rotation.out) for heads in (q, k)]
-        tables = [_table(graph, rotation, index, rank, dim) for index in range(2)]
-        options = (rotation.rotary, rotation.interleaved, rotation.wide, bool(_order(rotation.out, dim)))
-        norm = (q.norm is not None, q.weight, k.weight, *q.norm_options)
-        fused = emit(graph, OP, (*sources, *tables, *options, *norm), like=rotation.out)
-        results = [emit(graph, operator.getitem, (fused, i), like=rotation.out) for i in range(2)]
-        results = [_permuted(graph, result, swap, rotation.out) for result in results]
+        sources, tables, options = operands(graph, q, k, dim)
+        fused = emit(graph, OP, (*sources, *tables, *options), like=q.rotation.out)
+        results = [emit(graph, operator.getitem, (fused, i), like=q.rotation.out) for i in range(2)]
+        results = [permuted(graph, result, swap(q, dim), q.rotation.out) for result in results]
     for heads, result in zip((q, k), results, strict=True):
         heads.rotation.out.replace_all_uses_with(result)
         erase_cone(graph, heads.rotation.out)
 
 
-def _brought(graph: Graph, heads: _Heads) -> Node:
+def operands(graph: Graph, q: Heads, k: Heads, dim: int) -> tuple[list[Node], list[Node], tuple[Any, ...]]:
+    """([q, k] as the operation takes them, [cos, sin], its other arguments), added to the graph where they are missing."""
+    rotation = q.rotation
+    sources = [permuted(graph, _brought(graph, heads), swap(q, dim), rotation.out) for heads in (q, k)]
+    tables = [_table(graph, rotation, index, dim) for index in range(2)]
+    options = (rotation.rotary, rotation.interleaved, rotation.wide, bool(_order(rotation.out, dim)))
+    return sources, tables, (*options, q.norm is not None, q.weight, k.weight, *q.norm_options)
+
+
+def swap(q: Heads, dim: int) -> list[int] | None:
+    """The permutation between the model's order of dimensions and the operation's; None if they are the same."""
+    rank = value(q.rotation.x).dim()
+    return [*range(rank - 3), rank - 2, rank - 3, rank - 1] if dim == rank - 3 else None
+
+
+def _brought(graph: Graph, heads: Heads) -> Node:
     """What is normalised, in the shape of what is rotated."""
     node = heads.source
     for step in heads.steps:
         if is_call(step, aten.permute.default):
-            node = _permuted(graph, node, step.args[1], heads.rotation.out)
+            node = permuted(graph, node, step.args[1], heads.rotation.out)
         elif is_call(step, *VIEWS):
             node = reapply(graph, [step], node, like=heads.rotation.out)
     return node
 
 
-def _permuted(graph: Graph, node: Node, dims: list[int] | None, like: Node) -> Node:
+def permuted(graph: Graph, node: Node, dims: list[int] | None, like: Node) -> Node:
     if dims is None:
         return node
     if is_call(node, aten.permute.default):
@@ -262,13 +280,13 @@ def _permuted(graph: Graph, node: Node, dims: list[int] | None, like: Node) -> N
     return emit(graph, aten.permute.default, (node, list(dims)), like=like)
 
 
-def _table(graph: Graph, rotation: Rotation, index: int, rank: int, dim: int) -> Node:
+def _table(graph: Graph, rotation: Rotation, index: int, dim: int) -> Node:
     """cos or sin, [B or 1, T, R or R / 2] or [T, R or R / 2]: without the dimension of heads."""
     node, like = (rotation.cos, rotation.sin)[index], rotation.out
     if rotation.as_complex:
         node = emit(graph, aten.view_as_real.default, (node,), like=like)
         node = emit(graph, aten.select.int, (node, -1, index), like=like)
-    missing = rank - value(node).dim()
+    missing = value(rotation.x).dim() - value(node).dim()
     if dim >= missing:
         node = emit(graph, aten.squeeze.dim, (node, dim - missing), like=like)
     return node

@@ -5,6 +5,8 @@ B  batch     T  tokens of a sequence     H  heads     D  head size     R  elemen
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tpfuse.kernels.aligned import aligned
@@ -69,31 +71,104 @@ def qk_norm_rope(
     """
     from tpfuse.kernels.triton.rotary import tpfuse_qk_norm_rope as kernel
 
-    size, tokens, length = q.shape[-1], q.shape[:-2].numel(), q.shape[-3]
     made = empty(q, heads_first), empty(k, heads_first)
-    heads, warps = layout or _layout(size, tokens)
-    counts = (q.shape[-2], k.shape[-2])
-    tiles = [min(heads, power_of_two(count)) for count in counts]
-    blocks = [-(-count // tile) for count, tile in zip(counts, tiles, strict=True)]
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    if cos.stride(-1) != sin.stride(-1):
-        cos, sin = cos.contiguous(), sin.contiguous()
+    tokens = q.shape[:-2].numel()
+    heads, warps = layout or _layout(q.shape[-1], tokens)
+    tiles, blocks = _tiles(q, k, heads)
+    q, k = _in_rows(q), _in_rows(k)
+    cos, sin = _alike(cos, sin)
     arguments = (
         *(q, k, *made, aligned(q_weight), aligned(k_weight), cos, sin),
-        *(length, *counts, blocks[0], sum(blocks)),
-        *(stride for x in (q, k) for stride in (x.stride(0) if x.dim() == 4 else 0, *x.stride()[-3:-1])),
-        *(stride for table in (cos, sin) for stride in _strides(table)),
+        *(q.shape[-3], q.shape[-2], k.shape[-2], blocks[0], sum(blocks)),
+        *(*_steps(q), *_steps(k), *_table_steps(cos), *_table_steps(sin)),
         *(cos.stride(-1), float(eps), float(weight_offset)),
     )
+    normed = (norm, q_weight is not None, bool(weight_offset), normed_dtype == q.dtype)
+    constants = (*tiles, *_constants(q, cos, rotary, interleaved, wide, heads_first, normed))
+    _start(kernel, tokens * sum(blocks), arguments, constants, q, warps)
+    return made
+
+
+def rope_kvcache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    heads_dim: int,
+    own_page: bool,
+    rotary: int,
+    interleaved: bool,
+    wide: bool,
+    heads_first: bool,
+    norm: bool,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    normed_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """The operation of ``tpfuse.ops.rope_kvcache`` (see there), where ``cannot`` finds nothing."""
+    from tpfuse.kernels.triton.rotary import tpfuse_rope_kvcache as kernel
+
+    made, tokens = empty(q, heads_first), q.shape[:-2].numel()
+    heads, warps = _layout(q.shape[-1], tokens)
+    tiles, blocks = _tiles(q, k, heads)
+    q, k, v = _in_rows(q), _in_rows(k), _in_rows(v)
+    cos, sin = _alike(cos, sin)
+    places = 3 - heads_dim
+    caches = [(c.stride(0), c.stride(places), c.stride(heads_dim)) for c in (k_cache, v_cache)]
+    programs = (blocks[0], blocks[1], blocks[0] + 2 * blocks[1])
+    arguments = (
+        *(q, k, v, made, k_cache, v_cache, slots, k_scale, v_scale, aligned(q_weight), aligned(k_weight), cos, sin),
+        *(q.shape[-3], q.shape[-2], k.shape[-2], *programs, *_steps(q), *_steps(k), *_steps(v)),
+        *(*_table_steps(cos), *_table_steps(sin), cos.stride(-1), float(eps), float(weight_offset)),
+        *(slots.stride(0) if slots.dim() == 2 else 0, slots.stride(-1), k_cache.shape[places], *caches[0], *caches[1]),
+    )
+    normed = (norm, q_weight is not None, bool(weight_offset), normed_dtype == q.dtype)
+    constants = (*tiles, *_constants(q, cos, rotary, interleaved, wide, heads_first, normed))
+    _start(kernel, tokens * programs[-1], arguments, constants, q, warps, own_page, k_scale is not None)
+    return made
+
+
+def _tiles(q: torch.Tensor, k: torch.Tensor, heads: int) -> tuple[list[int], list[int]]:
+    """Of q and k: heads of a program, and how many programs have a token's heads."""
+    counts = (q.shape[-2], k.shape[-2])
+    tiles = [min(heads, power_of_two(count)) for count in counts]
+    return tiles, [-(-count // tile) for count, tile in zip(counts, tiles, strict=True)]
+
+
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _alike(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (cos, sin) if cos.stride(-1) == sin.stride(-1) else (cos.contiguous(), sin.contiguous())
+
+
+def _constants(q: torch.Tensor, cos: torch.Tensor, rotary: int, interleaved: bool, wide: bool, first: bool, norm: tuple):
+    """Of the kernels, from HEADS_FIRST on."""
+    size = q.shape[-1]
     half, tail = power_of_two(rotary // 2), power_of_two(size - rotary) if rotary < size else 0
     narrow, shared = cos.dtype == q.dtype and not wide, cos.shape[-1] < rotary
-    normed = (norm, q_weight is not None, bool(weight_offset), normed_dtype == q.dtype)
-    constants = (*tiles, heads_first, size, rotary, interleaved, shared, narrow, *normed, half, tail, power_of_two(size))
+    return first, size, rotary, interleaved, shared, narrow, *norm, half, tail, power_of_two(size)
+
+
+def _start(kernel: Any, programs: int, arguments: tuple, constants: tuple, q: torch.Tensor, warps: int, *more: Any) -> None:
     early = begins_early(q.device)
     # Fused multiply-adds would leave roundings out that models have.
     options = {"num_warps": warps, "launch_pdl": early, "enable_fp_fusion": False}
-    launch(kernel, (tokens * sum(blocks), 1, 1), arguments, (*constants, early), **options)
-    return made
+    launch(kernel, (programs, 1, 1), arguments, (*constants, early, *more), **options)
+
+
+def _steps(x: torch.Tensor) -> tuple[int, int, int]:
+    """From sequence to sequence, token to token, head to head."""
+    return x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2)
 
 
 def _layout(size: int, tokens: int) -> tuple[int, int]:
@@ -102,7 +177,7 @@ def _layout(size: int, tokens: int) -> tuple[int, int]:
     return max(1, elements // power_of_two(size)), warps
 
 
-def _strides(table: torch.Tensor) -> tuple[int, int]:
+def _table_steps(table: torch.Tensor) -> tuple[int, int]:
     """From sequence to sequence, and from token to token; 0 where all read the same."""
     batch = table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0
     return batch, table.stride(-2) if table.shape[-2] > 1 else 0

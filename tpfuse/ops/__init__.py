@@ -11,6 +11,7 @@ from tpfuse.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpfuse.ops.quantize_fp8 import Recipe, quantize_fp8_per_group, quantize_fp8_per_token, quantize_fp8_static
 from tpfuse.ops.quantize_nvfp4 import quantize_nvfp4
 from tpfuse.ops.rms_norm_quantize_fp8 import rms_norm_quantize_fp8
+from tpfuse.ops.rope_kvcache import rope_kvcache
 
 __all__ = [
     "Recipe",
@@ -27,4 +28,5 @@ __all__ = [
     "quantize_fp8_static",
     "quantize_nvfp4",
     "rms_norm_quantize_fp8",
+    "rope_kvcache",
 ]

@@ -98,31 +98,42 @@ def qk_norm_rope(
     check_floating(NAME, "normed_dtype", normed_dtype)
     if eps is not None:
         check_number(NAME, "eps", eps, least=0)
-    _check_shapes(q, k, cos, sin, turning)
-    if (q_weight is None) != (k_weight is None) or (eps is None and q_weight is not None):
-        raise ValueError(f"{NAME}: q_weight and k_weight must be given together, and with eps")
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight is not None and (weight.shape != (size,) or not weight.is_floating_point()):
-            raise ValueError(f"{NAME}: {name} must be floating [{size}], got {weight.dtype} {list(weight.shape)}")
+    check_rotation(NAME, q, k, cos, sin, turning, eps, q_weight, k_weight)
     if library.needs_gradients(q, k, q_weight, k_weight):
         raise ValueError(f"{NAME}: it has no gradients; call it under torch.no_grad()")
     how = (eps is not None, q_weight, k_weight, float(eps or 0), weight_offset, normed_dtype)
     return OP(q, k, cos, sin, turning, interleaved, False, False, *how)
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> None:
+def check_rotation(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rotary: int,
+    eps: float | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+) -> None:
+    """Raises ValueError: heads, tables and weights do not belong to each other."""
     told = f"q {list(q.shape)} and k {list(k.shape)}"
     if q.dim() not in (3, 4) or (*q.shape[:-2], q.shape[-1]) != (*k.shape[:-2], k.shape[-1]):
-        raise ValueError(f"{NAME}: q and k must be [B, T, heads, D] or [T, heads, D], alike but in heads, got {told}")
+        raise ValueError(f"{op}: q and k must be [B, T, heads, D] or [T, heads, D], alike but in heads, got {told}")
     if q.dtype is not k.dtype or not q.is_floating_point():
-        raise ValueError(f"{NAME}: q and k must have one floating dtype, got {q.dtype} and {k.dtype}")
+        raise ValueError(f"{op}: q and k must have one floating dtype, got {q.dtype} and {k.dtype}")
     if rotary % 2 or not 0 < rotary <= q.shape[-1]:
-        raise ValueError(f"{NAME}: rotary must be even, from 2 to the head size, got {rotary} of {q.shape[-1]}")
+        raise ValueError(f"{op}: rotary must be even, from 2 to the head size, got {rotary} of {q.shape[-1]}")
     fits = cos.dim() in (2, q.dim() - 1) and cos.shape[-1] in (rotary, rotary // 2) and cos.shape[-2] == q.shape[-3]
     if cos.shape != sin.shape or not fits or (cos.dim() == 3 and cos.shape[0] not in (1, q.shape[0])):
         raise ValueError(
-            f"{NAME}: cos and sin must be [B or 1, T, R or R / 2] or [T, R or R / 2] for {told}, "
+            f"{op}: cos and sin must be [B or 1, T, R or R / 2] or [T, R or R / 2] for {told}, "
             f"got {list(cos.shape)} and {list(sin.shape)}"
         )
     if cos.dtype is not sin.dtype or not cos.is_floating_point():
-        raise ValueError(f"{NAME}: cos and sin must have one floating dtype, got {cos.dtype} and {sin.dtype}")
+        raise ValueError(f"{op}: cos and sin must have one floating dtype, got {cos.dtype} and {sin.dtype}")
+    if (q_weight is None) != (k_weight is None) or (eps is None and q_weight is not None):
+        raise ValueError(f"{op}: q_weight and k_weight must be given together, and with eps")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None and (weight.shape != q.shape[-1:] or not weight.is_floating_point()):
+            raise ValueError(f"{op}: {name} must be floating [{q.shape[-1]}], got {weight.dtype} {list(weight.shape)}")

@@ -45,6 +45,14 @@ def _turned(a, b, cos, sin, DTYPE: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
+def _kept(x, y, scale, SCALED: tl.constexpr):
+    """x as it is stored at y: divided by the scale, for a cache in FP8 (the conversion saturates)."""
+    if SCALED:
+        x = tl.math.div_rn(x.to(tl.float32), tl.load(scale)).to(y.dtype.element_ty)
+    return x
+
+
+@triton.jit
 def _pairs(x):
     """(elements 0, 2, .. of each row, elements 1, 3, ..)."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
@@ -52,9 +60,10 @@ def _pairs(x):
 
 @triton.jit
 def _neighbours(
-    x, y, weight, cos, sin, first, heads, x_head, y_head, step, eps, offset,
+    x, y, weight, cos, sin, scale, first, heads, x_head, y_head, step, eps, offset,
     BLOCK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SHARED: tl.constexpr, NARROW: tl.constexpr,
     NORM: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Elements 2 i and 2 i + 1 are rotated against each other."""
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -72,15 +81,16 @@ def _neighbours(
     inside = pair < R // 2
     left = tl.where(inside[None, :], _turned(a, -b, cos_a, sin_a, DTYPE, NARROW), a.to(DTYPE))
     right = tl.where(inside[None, :], _turned(b, a, cos_b, sin_b, DTYPE, NARROW), b.to(DTYPE))
-    tl.store(y + head[:, None] * y_head + column[None, :], tl.reshape(tl.join(left, right), (BLOCK, SIZE)), mask=mask)
+    both = tl.reshape(tl.join(left, right), (BLOCK, SIZE))
+    tl.store(y + head[:, None] * y_head + column[None, :], _kept(both, y, scale, SCALED), mask=mask)
 
 
 @triton.jit
 def _halves(
-    x, y, weight, cos, sin, first, heads, x_head, y_head, step, eps, offset,
+    x, y, weight, cos, sin, scale, first, heads, x_head, y_head, step, eps, offset,
     BLOCK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, SHARED: tl.constexpr, NARROW: tl.constexpr,
     NORM: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
-    HALF: tl.constexpr, TAIL: tl.constexpr,
+    HALF: tl.constexpr, TAIL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Elements i and i + R / 2 are rotated against each other."""
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -109,28 +119,28 @@ def _halves(
         b = _normed(b, root, weight, column + R // 2, inside, offset, DTYPE, WEIGHT, OFFSET, ROUND)
         if TAIL:
             tail = _normed(tail, root, weight, rest + R, rest < D - R, offset, DTYPE, WEIGHT, OFFSET, ROUND)
-    tl.store(target, _turned(a, -b, cos_a, sin_a, DTYPE, NARROW), mask=mask)
-    tl.store(target + R // 2, _turned(b, a, cos_b, sin_b, DTYPE, NARROW), mask=mask)
+    tl.store(target, _kept(_turned(a, -b, cos_a, sin_a, DTYPE, NARROW), y, scale, SCALED), mask=mask)
+    tl.store(target + R // 2, _kept(_turned(b, a, cos_b, sin_b, DTYPE, NARROW), y, scale, SCALED), mask=mask)
     if TAIL:
-        tl.store(y + head[:, None] * y_head + rest[None, :] + R, tail.to(DTYPE), mask=tail_mask)
+        tl.store(y + head[:, None] * y_head + rest[None, :] + R, _kept(tail.to(DTYPE), y, scale, SCALED), mask=tail_mask)
 
 
 @triton.jit
 def _heads(
-    x, y, weight, cos, sin, first, heads, x_head, y_head, step, eps, offset,
+    x, y, weight, cos, sin, scale, first, heads, x_head, y_head, step, eps, offset,
     BLOCK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, SHARED: tl.constexpr,
     NARROW: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
-    HALF: tl.constexpr, TAIL: tl.constexpr, SIZE: tl.constexpr,
+    HALF: tl.constexpr, TAIL: tl.constexpr, SIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     if INTERLEAVED:
         _neighbours(
-            x, y, weight, cos, sin, first, heads, x_head, y_head, step, eps, offset,
-            BLOCK, D, R, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, SIZE,
+            x, y, weight, cos, sin, scale, first, heads, x_head, y_head, step, eps, offset,
+            BLOCK, D, R, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, SIZE, SCALED,
         )  # fmt: skip
     else:
         _halves(
-            x, y, weight, cos, sin, first, heads, x_head, y_head, step, eps, offset,
-            BLOCK, D, R, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL,
+            x, y, weight, cos, sin, scale, first, heads, x_head, y_head, step, eps, offset,
+            BLOCK, D, R, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SCALED,
         )  # fmt: skip
 
 
@@ -161,14 +171,65 @@ def tpfuse_qk_norm_rope(
     if block < q_blocks:
         y = q_out + batch * length * q_heads * D + at * (D if HEADS_FIRST else q_heads * D)
         _heads(
-            q + batch * q_batch + at * q_token, y, q_weight, cos, sin,
+            q + batch * q_batch + at * q_token, y, q_weight, cos, sin, cos,
             block * Q_BLOCK, q_heads, q_head, y_head, step, eps, offset, Q_BLOCK,
-            D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE,
+            D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE, False,
         )  # fmt: skip
     else:
         y = k_out + batch * length * k_heads * D + at * (D if HEADS_FIRST else k_heads * D)
         _heads(
-            k + batch * k_batch + at * k_token, y, k_weight, cos, sin,
+            k + batch * k_batch + at * k_token, y, k_weight, cos, sin, cos,
             (block - q_blocks) * K_BLOCK, k_heads, k_head, y_head, step, eps, offset, K_BLOCK,
-            D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE,
+            D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE, False,
         )  # fmt: skip
+
+
+@triton.jit
+def tpfuse_rope_kvcache(
+    q, k, v, q_out, k_cache, v_cache, slots, k_scale, v_scale, q_weight, k_weight, cos, sin, length, q_heads, k_heads,
+    q_blocks, k_blocks, blocks, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    cos_batch, cos_token, sin_batch, sin_token, step, eps, offset,
+    slot_batch, slot_token, page, k_page, k_place, kc_head, v_page, v_place, vc_head,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, HEADS_FIRST: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, NARROW: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr, SIZE: tl.constexpr,
+    EARLY: tl.constexpr, OWN_PAGE: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token: of q, to q_out; of k and of v, to the slot of that token in the caches.
+
+    OWN_PAGE  each sequence has a page of its own, else slots count through all pages; a slot below 0 is none
+    """
+    program = tl.program_id(0)
+    token, block = program // blocks, program % blocks
+    batch, at = (token // length).to(tl.int64), (token % length).to(tl.int64)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    cos += batch * cos_batch + at * cos_token
+    sin += batch * sin_batch + at * sin_token
+    if block < q_blocks:
+        y_head = length * D if HEADS_FIRST else D
+        y = q_out + batch * length * q_heads * D + at * (D if HEADS_FIRST else q_heads * D)
+        _heads(
+            q + batch * q_batch + at * q_token, y, q_weight, cos, sin, cos,
+            block * Q_BLOCK, q_heads, q_head, y_head, step, eps, offset, Q_BLOCK,
+            D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE, False,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots + batch * slot_batch + at * slot_token).to(tl.int64)
+        if slot >= 0:
+            where = batch if OWN_PAGE else slot // page
+            place = slot if OWN_PAGE else slot % page
+            if block < q_blocks + k_blocks:
+                _heads(
+                    k + batch * k_batch + at * k_token, k_cache + where * k_page + place * k_place, k_weight, cos, sin,
+                    k_scale, (block - q_blocks) * K_BLOCK, k_heads, k_head, kc_head, step, eps, offset, K_BLOCK,
+                    D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE, SCALED,
+                )  # fmt: skip
+            else:
+                head = (block - q_blocks - k_blocks) * K_BLOCK + tl.arange(0, K_BLOCK)[:, None]
+                column = tl.arange(0, SIZE)[None, :]
+                mask = (head < k_heads) & (column < D)
+                x = tl.load(v + batch * v_batch + at * v_token + head * v_head + column, mask=mask, other=0.0)
+                y = v_cache + where * v_page + place * v_place + head * vc_head + column
+                tl.store(y, _kept(x, v_cache, v_scale, SCALED), mask=mask)
