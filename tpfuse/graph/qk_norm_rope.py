@@ -9,7 +9,6 @@ candidate to beat.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from typing import Any
 
@@ -150,10 +149,8 @@ def choose(q: Heads, k: Heads, fusion: str, context: Context) -> tuple[str, str]
     reason = kernels.cannot(a, b, tables, tables)
     if reason:
         return "", reason
-    rows = a.shape[:-1]
-    fewest = math.prod(rows) if all(isinstance(size, int) for size in rows) else context.rows[0]
     stored = is_stored(q.source) and is_stored(k.source)
-    return KERNEL, kernels.why_not_faster(q.norm is not None, rotation.as_complex, fewest, stored)
+    return KERNEL, kernels.why_not_faster(stored)
 
 
 def obstacle(q: Heads, k: Heads, dim: int | None) -> str:

@@ -14,7 +14,7 @@ from tpfuse.kernels.launch import begins_early, launch, power_of_two
 
 DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
-_FEW_TOKENS, _MANY_TOKENS = 256, 2048
+_FEW_TOKENS = 128
 
 
 def cannot(q: torch.Tensor, k: torch.Tensor, cos: torch.dtype | None, sin: torch.dtype | None) -> str:
@@ -32,10 +32,10 @@ def cannot(q: torch.Tensor, k: torch.Tensor, cos: torch.dtype | None, sin: torch
     return ""
 
 
-def why_not_faster(norm: bool, as_complex: bool, rows: int, stored: bool) -> str:
-    """Why Inductor's kernels are taken where both can run; "" where ours was measured to be faster.
+def why_not_faster(stored: bool) -> str:
+    """Why Inductor's kernels are taken where both can run; "" where ours was measured to be faster (H200, any rows).
 
-    rows  heads of a call, the fewest    stored  what is read lies in memory anyway, rather than being computed for it
+    stored  what is read lies in memory anyway, rather than being computed for it
     """
     return "" if stored else "Inductor computes what it reads in the same kernel"
 
@@ -173,7 +173,7 @@ def _steps(x: torch.Tensor) -> tuple[int, int, int]:
 
 def _layout(size: int, tokens: int) -> tuple[int, int]:
     """(heads, warps) of a program. Measured on an H200: few tokens want many programs, many want more work for each."""
-    elements, warps = (512, 1) if tokens < _FEW_TOKENS else (2048, 4) if tokens < _MANY_TOKENS else (4096, 4)
+    elements, warps = (512, 1) if tokens <= _FEW_TOKENS else (2048, 4)
     return max(1, elements // power_of_two(size)), warps
 
 
