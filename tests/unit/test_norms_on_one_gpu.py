@@ -154,7 +154,7 @@ def test_other_paddings(name):
 
 def test_a_cpu_leaves_both_to_inductor():
     run = compiled(slices, HIDDEN, PROJECTION, WA, WB, op=DUAL, count=0, config={})
-    told = "Inductor's own kernel is taken on a CPU, unless the fusion is asked for by name"
+    told = "Inductor's kernel on a CPU, unless asked for by name"
     assert reasons(run, "fuse_mla_dual_rms_norm") == [told]
     assert reasons(compiled(lambda x, w: padded(norm(x, w)), X, W, op=PAD, count=0, config={}), "fuse_act_padding") == [
         told

@@ -220,7 +220,7 @@ def test_a_cpu_leaves_it_to_inductor():
         PACKED,
         COS,
         SIN,
-        reason="Inductor's own kernel is taken on a CPU, unless the fusion is asked for by name",
+        reason="Inductor's kernel on a CPU, unless asked for by name",
         config={},
     )
 

@@ -99,7 +99,7 @@ def replace(graph: Graph, node: Node, values: Node, scales: Node) -> None:
 
 def cpu_kernel(fusion: str, context: Context) -> tuple[str, str]:
     """(what runs a fusion of one device on a CPU, why it is left to Inductor or "")."""
-    reason = "Inductor's own kernel is taken on a CPU, unless the fusion is asked for by name"
+    reason = "Inductor's kernel on a CPU, unless asked for by name"
     return REFERENCE, "" if context.fusions[fusion].explicit else reason
 
 
