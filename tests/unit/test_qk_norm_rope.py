@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.unit.graphs import assert_same, compile_with_tpfuse, values, world
-from tpfuse.models.families import build, family_config
+from tpfuse.models.families import build, build_sharded, family_config
 from tpfuse.ops import qk_norm_rope
 from tpfuse.ops.qk_norm_rope import OP
 
@@ -189,13 +190,23 @@ def test_any_number_of_tokens():
     fused_once(model, q, k, WQ, WK, cos, sin)
 
 
-@pytest.mark.parametrize("family, fused", [("qwen3", 2), ("gemma3", 2), ("llama", 2), ("glm4", 2)])
+@pytest.mark.parametrize("family, fused", [("qwen3", 2), ("gemma3", 2), ("glm4", 2)])
 def test_hugging_face_models(family, fused):
     model, ids = build(family_config(family), "cpu", BF16), torch.arange(3, 35).view(2, 16)
     expected = model(ids, use_cache=False).logits
     run = compile_with_tpfuse(lambda i: model(i, use_cache=False).logits, ids, config=ON)
     assert len(run.calls(OP)) == run.report.count("enable_qk_norm_rope_fusion") == fused, str(run.report)
     assert torch.equal(run.outputs, expected)
+
+
+def test_a_sharded_model():
+    """Each rank has its own heads."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, ids = build_sharded(family_config("llama"), mesh, BF16), torch.arange(3, 35).view(2, 16)
+    run = compile_with_tpfuse(lambda i: model(i, use_cache=False).logits, ids, config=ON)
+    assert len(run.calls(OP)) == run.report.count("enable_qk_norm_rope_fusion") == 2
+    assert run.report.count("fuse_allreduce_rms") == 4
+    assert [argument.meta["val"].shape[-2] for argument in run.calls(OP)[0].args[:2]] == [2, 1]
 
 
 # -- left ---------------------------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ def qk_norm_rope(
 
     made = empty(q, heads_first), empty(k, heads_first)
     tokens = q.shape[:-2].numel()
-    heads, warps = layout or _layout(q.shape[-1], tokens)
-    tiles, blocks = _tiles(q, k, heads)
+    tile, warps = layout or _layout(q.shape[-1], tokens, max(q.shape[-2], k.shape[-2]))
+    blocks = [-(-x.shape[-2] // tile) for x in (q, k)]
     q, k = _in_rows(q), _in_rows(k)
     cos, sin = _alike(cos, sin)
     arguments = (
@@ -84,7 +84,7 @@ def qk_norm_rope(
         *(cos.stride(-1), float(eps), float(weight_offset)),
     )
     normed = (norm, q_weight is not None, bool(weight_offset), normed_dtype == q.dtype)
-    constants = (*tiles, *_constants(q, cos, rotary, interleaved, wide, heads_first, normed))
+    constants = (tile, *_constants(q, cos, rotary, interleaved, wide, heads_first, normed))
     _start(kernel, tokens * sum(blocks), arguments, constants, q, warps)
     return made
 
@@ -117,8 +117,8 @@ def rope_kvcache(
     from tpfuse.kernels.triton.rotary import tpfuse_rope_kvcache as kernel
 
     made, tokens = empty(q, heads_first), q.shape[:-2].numel()
-    heads, warps = _layout(q.shape[-1], tokens)
-    tiles, blocks = _tiles(q, k, heads)
+    tile, warps = _layout(q.shape[-1], tokens, max(q.shape[-2], k.shape[-2]))
+    blocks = [-(-x.shape[-2] // tile) for x in (q, k)]
     q, k, v = _in_rows(q), _in_rows(k), _in_rows(v)
     cos, sin = _alike(cos, sin)
     places = 3 - heads_dim
@@ -131,16 +131,9 @@ def rope_kvcache(
         *(slots.stride(0) if slots.dim() == 2 else 0, slots.stride(-1), k_cache.shape[places], *caches[0], *caches[1]),
     )
     normed = (norm, q_weight is not None, bool(weight_offset), normed_dtype == q.dtype)
-    constants = (*tiles, *_constants(q, cos, rotary, interleaved, wide, heads_first, normed))
+    constants = (tile, *_constants(q, cos, rotary, interleaved, wide, heads_first, normed))
     _start(kernel, tokens * programs[-1], arguments, constants, q, warps, own_page, k_scale is not None)
     return made
-
-
-def _tiles(q: torch.Tensor, k: torch.Tensor, heads: int) -> tuple[list[int], list[int]]:
-    """Of q and k: heads of a program, and how many programs have a token's heads."""
-    counts = (q.shape[-2], k.shape[-2])
-    tiles = [min(heads, power_of_two(count)) for count in counts]
-    return tiles, [-(-count // tile) for count, tile in zip(counts, tiles, strict=True)]
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
@@ -171,10 +164,14 @@ def _steps(x: torch.Tensor) -> tuple[int, int, int]:
     return x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2)
 
 
-def _layout(size: int, tokens: int) -> tuple[int, int]:
-    """(heads, warps) of a program. Measured on an H200: few tokens want many programs, many want more work for each."""
-    elements, warps = (512, 1) if tokens <= _FEW_TOKENS else (2048, 4)
-    return max(1, elements // power_of_two(size)), warps
+def _layout(size: int, tokens: int, heads: int) -> tuple[int, int]:
+    """(heads, warps) of a program. Measured on an H200: few tokens want many programs, many want more work for each.
+
+    A thread has the same elements of a head either way, so that sums do not depend on the number of tokens.
+    """
+    width = power_of_two(size)
+    tile = max(1, min((512 if tokens <= _FEW_TOKENS else 2048) // width, power_of_two(heads)))
+    return tile, max(1, tile * width // 512)
 
 
 def _table_steps(table: torch.Tensor) -> tuple[int, int]:

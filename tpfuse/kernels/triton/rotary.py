@@ -148,7 +148,7 @@ def _heads(
 def tpfuse_qk_norm_rope(
     q, k, q_out, k_out, q_weight, k_weight, cos, sin, length, q_heads, k_heads, q_blocks, blocks,
     q_batch, q_token, q_head, k_batch, k_token, k_head, cos_batch, cos_token, sin_batch, sin_token, step, eps, offset,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, HEADS_FIRST: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS_FIRST: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, NARROW: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,
     OFFSET: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr, SIZE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -172,14 +172,14 @@ def tpfuse_qk_norm_rope(
         y = q_out + batch * length * q_heads * D + at * (D if HEADS_FIRST else q_heads * D)
         _heads(
             q + batch * q_batch + at * q_token, y, q_weight, cos, sin, cos,
-            block * Q_BLOCK, q_heads, q_head, y_head, step, eps, offset, Q_BLOCK,
+            block * BLOCK, q_heads, q_head, y_head, step, eps, offset, BLOCK,
             D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE, False,
         )  # fmt: skip
     else:
         y = k_out + batch * length * k_heads * D + at * (D if HEADS_FIRST else k_heads * D)
         _heads(
             k + batch * k_batch + at * k_token, y, k_weight, cos, sin, cos,
-            (block - q_blocks) * K_BLOCK, k_heads, k_head, y_head, step, eps, offset, K_BLOCK,
+            (block - q_blocks) * BLOCK, k_heads, k_head, y_head, step, eps, offset, BLOCK,
             D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE, False,
         )  # fmt: skip
 
@@ -190,7 +190,7 @@ def tpfuse_rope_kvcache(
     q_blocks, k_blocks, blocks, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     cos_batch, cos_token, sin_batch, sin_token, step, eps, offset,
     slot_batch, slot_token, page, k_page, k_place, kc_head, v_page, v_place, vc_head,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, HEADS_FIRST: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS_FIRST: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, NARROW: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,
     OFFSET: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr, SIZE: tl.constexpr,
     EARLY: tl.constexpr, OWN_PAGE: tl.constexpr, SCALED: tl.constexpr,
@@ -212,7 +212,7 @@ def tpfuse_rope_kvcache(
         y = q_out + batch * length * q_heads * D + at * (D if HEADS_FIRST else q_heads * D)
         _heads(
             q + batch * q_batch + at * q_token, y, q_weight, cos, sin, cos,
-            block * Q_BLOCK, q_heads, q_head, y_head, step, eps, offset, Q_BLOCK,
+            block * BLOCK, q_heads, q_head, y_head, step, eps, offset, BLOCK,
             D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE, False,
         )  # fmt: skip
     else:
@@ -223,11 +223,11 @@ def tpfuse_rope_kvcache(
             if block < q_blocks + k_blocks:
                 _heads(
                     k + batch * k_batch + at * k_token, k_cache + where * k_page + place * k_place, k_weight, cos, sin,
-                    k_scale, (block - q_blocks) * K_BLOCK, k_heads, k_head, kc_head, step, eps, offset, K_BLOCK,
+                    k_scale, (block - q_blocks) * BLOCK, k_heads, k_head, kc_head, step, eps, offset, BLOCK,
                     D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE, SCALED,
                 )  # fmt: skip
             else:
-                head = (block - q_blocks - k_blocks) * K_BLOCK + tl.arange(0, K_BLOCK)[:, None]
+                head = (block - q_blocks - k_blocks) * BLOCK + tl.arange(0, BLOCK)[:, None]
                 column = tl.arange(0, SIZE)[None, :]
                 mask = (head < k_heads) & (column < D)
                 x = tl.load(v + batch * v_batch + at * v_token + head * v_head + column, mask=mask, other=0.0)
