@@ -24,8 +24,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from single_gpu_cases import CASES, E4M3
+from single_gpu_cases import CASES as QUANTISING
+from single_gpu_cases import E4M3
+from single_gpu_norm_cases import CASES as NORMALISING
 
+CASES = {**QUANTISING, **NORMALISING}
 RESULTS = pathlib.Path(__file__).parent / "results" / "single_gpu_h200.csv"
 FIELDS = ("op", "rows", "size", "quant", "dtype", "gpu", "torch", "candidate", "us", "commit")
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
