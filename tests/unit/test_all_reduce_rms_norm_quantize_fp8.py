@@ -40,7 +40,7 @@ from tpfuse.tables import Choice
 
 AMAX = torch.ops.aten.amax.default
 SCALE = torch.tensor([0.03])
-ROWS = {name: each for name, (each, _) in SPELLINGS.items() if each is not torchao_tensor}
+ROWS = {name: each for name, (each, recipe) in SPELLINGS.items() if recipe.group is not None}
 ROWS["static"] = lambda y: (cast(y.float() / SCALE.to(y.device)), y)
 
 

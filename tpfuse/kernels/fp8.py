@@ -35,6 +35,11 @@ class Quantisation:
         parts  in which a row is computed
         """
         size, scale_dtype = self.recipe[:2]
+        inverse, least, layout = self.recipe[6:]
+        if inverse:
+            return "values are multiplied by inverse scales"
+        if not self.static and (least or layout != "row"):
+            return "scales are applied, or laid out, in a way of their own"
         if dtype not in DTYPES:
             return f"dtype {dtype}"
         if hidden > LONGEST_ROW:
@@ -53,7 +58,7 @@ class Quantisation:
 
     def switches(self, hidden: int, dtype: torch.dtype) -> tuple[Any, ...]:
         """Constants of kernels from GROUP on, for such rows."""
-        _, scale_dtype, floor, *rest = self.recipe
+        _, scale_dtype, floor, *rest = self.recipe[:6]
         group = 0 if self.static else self.group(hidden) or -1
         return group, float(torch.finfo(self.dtype).max), scale_dtype == dtype, floor > 0, *rest
 

@@ -20,7 +20,7 @@ from tpfuse.ops.all_reduce import reference as all_reduce_reference
 from tpfuse.ops.all_reduce import sum_for
 from tpfuse.ops.all_reduce_rms_norm import check_arguments
 from tpfuse.ops.all_reduce_rms_norm import reference as norm_reference
-from tpfuse.ops.quantize_fp8 import SCHEMA, Recipe, check_fp8, quantized, scale_shape
+from tpfuse.ops.quantize_fp8 import SCHEMA, Recipe, check_fp8, empty_results, quantized
 
 NAME = ALL_REDUCE_RMS_NORM_QUANTIZE_FP8
 _RECIPE, _FIELDS = SCHEMA.replace("group", "group_size"), len(Recipe().arguments)  # ``group`` is the ranks
@@ -67,9 +67,9 @@ def _run(input, weight, group, eps, *rest):
 
 
 def _fake(input, weight, group, eps, *rest):
-    keep_normed, dtype, fp8_scale, size, *_ = (*rest[6:], None, None)
-    shape = [0] if fp8_scale is not None else scale_shape(input.shape, size)
-    values, scales = input.new_empty(input.shape, dtype=dtype), input.new_empty(shape, dtype=torch.float32)
+    keep_normed, dtype, *more = rest[6:]
+    fp8_scale, *recipe = more or (None,)
+    values, scales = empty_results(input, dtype, fp8_scale, tuple(recipe[:_FIELDS]))
     total = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     return values, scales, torch.empty_like(total) if keep_normed else input.new_empty(0), total
 
