@@ -221,21 +221,6 @@ def left(model, *inputs, reason, config=ON):
     assert_same(run.outputs, expected)
 
 
-def test_a_cpu_leaves_it_to_inductor():
-    def model(packed, cos, sin):
-        q, k, v = heads_of(packed)
-        return hugging_face(q, cos, sin), hugging_face(k, cos, sin), v
-
-    left(
-        model,
-        PACKED,
-        COS,
-        SIN,
-        reason="Inductor's kernel on a CPU, unless asked for by name",
-        config={},
-    )
-
-
 def test_something_else_reads_the_norm():
     def model(packed, wq, wk, cos, sin):
         q, k, _ = heads_of(packed)

@@ -93,8 +93,10 @@ OPS = {
     ACT_PADDING: rms_norm_pad.NAME,
     DUAL_NORM: dual_rms_norm.NAME,
 }
-#: Those that no level turns on, with the reason.
-BY_NAME_ONLY = dict.fromkeys((SEQUENCE_PARALLEL, GEMM_COMMS), "only where it is asked for by name")
+#: Those that no level turns on, with the reason. Decoding with both of the rotary ones and CUDA graphs was seen to crash.
+BY_NAME_ONLY = dict.fromkeys(
+    (SEQUENCE_PARALLEL, GEMM_COMMS, QK_NORM_ROPE, ROPE_KVCACHE), "only where it is asked for by name"
+)
 
 #: Those whose results depend on the batch, with the reason.
 BATCH_DEPENDENT = {
