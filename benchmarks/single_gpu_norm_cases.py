@@ -82,7 +82,7 @@ def norm_pad(size: int, variant: str) -> Case:
 
 def heads_and_cache(size: int, variant: str) -> Case:
     """A decode step: q and k of one projection are normalised ("norm") and rotated, k and v written into a static cache."""
-    weights, places = (random(size), random(size)), 512
+    weights, places = (random(size), random(size)), 64
 
     def inputs(rows):
         angles, shape = torch.randn(1, 1, size, device="cuda"), (rows, K_HEADS, places, size)

@@ -11,7 +11,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tests.unit.graphs import values
-from tpfuse.kernels.quantize import why_not_faster
 from tpfuse.ops import Recipe, quantize_fp8_per_group, quantize_fp8_per_token, quantize_fp8_static, quantize_nvfp4
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -106,18 +105,12 @@ def test_bad_arguments(call, told):
     assert told in str(error.value)
 
 
-def test_kernels_are_chosen_where_they_were_measured_to_be_faster():
+def test_no_kernel_was_measured_to_be_slower_than_inductors():
+    """Else there would have to be a rule that leaves those sizes to Inductor."""
     times: dict[tuple, dict[str, float]] = collections.defaultdict(dict)
     with open(FIGURES, newline="") as file:
         for row in csv.DictReader(file):
             key = row["op"], row["quant"], int(row["size"]), int(row["rows"])
             times[key][row["candidate"]] = float(row["us"])
-    chosen = []
-    for (op, quant, size, rows), us in times.items():
-        if not op.endswith("quantize_fp8"):
-            continue
-        group = {"static": None, "token": size, "group": 128}[quant]
-        if not why_not_faster(op.startswith("rms"), group, quant == "static", size, rows, True):
-            chosen.append(us["inductor"] / us["tpfuse"])
-            assert chosen[-1] >= 0.99, (op, quant, size, rows)
-    assert len(chosen) > 0.9 * sum(op.endswith("quantize_fp8") for op, *_ in times)
+    assert len(times) > 300
+    assert not [(key, us) for key, us in times.items() if us["inductor"] < 0.99 * us["tpfuse"]]

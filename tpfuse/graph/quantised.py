@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 
@@ -115,11 +114,7 @@ def choose(node: Node, fusion: str, source: Node, stored: bool, context: Context
     reason = quantize.cannot(tensor, recipe.arguments, scale is not None, fusion == NORM_QUANT)
     if reason:
         return "", reason
-    rows = tensor.shape[:-1]
-    fewest = math.prod(rows) if all(isinstance(size, int) for size in rows) else context.rows[0]
-    return KERNEL, quantize.why_not_faster(
-        fusion == NORM_QUANT, recipe.group, scale is not None, tensor.shape[-1], fewest, stored
-    )
+    return KERNEL, quantize.why_not_faster(scale is None and recipe.group != tensor.shape[-1], stored)
 
 
 def decide(context: Context, fusion: str, op: str, source: Node, kernel: str, reason: str) -> bool:

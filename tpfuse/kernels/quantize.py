@@ -18,14 +18,6 @@ from tpfuse.kernels.aligned import aligned
 DTYPES = (torch.bfloat16, torch.float16)
 LONGEST_ROW = 16384  # elements that one program keeps in registers
 _MANY_ROWS = 512  # from which warps of more elements each were seen to be faster
-#: Where Inductor's kernel was measured to be as fast (benchmarks/results/single_gpu_h200.csv): of a norm, kind of scales,
-#: elements of a row from and to, rows from and to.
-_AS_FAST = (
-    (True, "static", 0, 4096, 257, 1023),
-    (True, "token", 0, 4096, 257, 1023),
-    (True, "group", 8193, LONGEST_ROW, 257, 2047),
-    (False, "static", 0, 7168, 17, 255),
-)
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 Recipe = tuple[int | None, torch.dtype, float, bool, bool, bool, bool, float, str]  # fields of tpfuse.ops.Recipe
@@ -64,19 +56,13 @@ def norm_cannot(dtype: torch.dtype, weight_dtype: torch.dtype | None, normed_dty
     return "a float64 weight" if weight_dtype == torch.float64 else ""
 
 
-def why_not_faster(norm: bool, group: int | None, static: bool, size: int, rows: int, stored: bool) -> str:
+def why_not_faster(in_groups: bool, stored: bool) -> str:
     """Why Inductor's kernel is taken where both can run; "" where ours was measured to be faster (H200).
 
-    norm  of a norm, rather than an activation    rows  the fewest of a call
-    stored  what the kernel reads lies in memory anyway, rather than being computed for it
+    in_groups  scales are of groups, rather than of tokens, or given
+    stored     what the kernel reads lies in memory anyway, rather than being computed for it
     """
-    kind = "static" if static else "token" if group == size else "group"
-    if not stored and kind != "group":
-        return "Inductor computes what it reads in the same kernel"
-    for of_norm, scales, shortest, longest, fewest, most in _AS_FAST:
-        if (of_norm, scales) == (norm, kind) and shortest <= size <= longest and fewest <= rows <= most:
-            return f"{rows} rows of {size} elements: Inductor's kernel is as fast"
-    return ""
+    return "" if stored or in_groups else "Inductor computes what it reads in the same kernel"
 
 
 def quantize_fp8(
