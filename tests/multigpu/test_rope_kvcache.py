@@ -35,7 +35,7 @@ def test_caches(heads_dim, own_page, cache_dtype, heads, rotary, interleaved):
             slots = torch.arange(4, 4 + tokens, device="cuda")
         else:
             slots = torch.randperm(pages * places, device="cuda")[: batch * tokens].view(batch, tokens).to(torch.int32)
-            slots[0, ::3] = -1
+            slots[0, ::3], slots[0, 1::7] = -1, pages * places + 3
         scales = [None, None] if cache_dtype is BF16 else [torch.full((1,), s, device="cuda") for s in (0.03, 0.01)]
         weights = (draw(heads, seed=8), draw(heads, seed=9)) if norm else (None, None)
         how = (rotary, interleaved, False, True, norm, *weights, 1e-6, 0.0, BF16)
@@ -45,7 +45,8 @@ def test_caches(heads_dim, own_page, cache_dtype, heads, rotary, interleaved):
         eps = torch.finfo(BF16).eps
         torch.testing.assert_close(got, rotate(q, cos, sin, rotary, interleaved), rtol=2 * eps, atol=16 * eps)
         for x, cache, scale in zip((rotate(k, cos, sin, rotary, interleaved), v), expected, scales, strict=True):
-            write(x, cache, slots, scale, heads_dim, own_page)
+            there = torch.where(slots < (places if own_page else pages * places), slots, -1)
+            write(x, cache, there, scale, heads_dim, own_page)
         different = (found[0].float() != expected[0].float()).float().mean()
         assert different < (0.01 if norm else 1e-6)
         assert torch.equal(found[1].view(torch.uint8), expected[1].view(torch.uint8))
@@ -58,13 +59,15 @@ def test_decode(family, mode):
     model, ids = build(config, "cuda", BF16), torch.randint(3, 100, (2, 16), device="cuda")
 
     def steps(cache):
-        found = [model(ids, past_key_values=cache).logits[:, -1:]]
+        found = [model(ids, past_key_values=cache).logits[:, -1:].clone()]
         for _ in range(5):
             found.append(model(found[-1].argmax(-1), past_key_values=cache).logits.clone())
         return torch.cat(found, 1)
 
     with torch.no_grad():
         caches = [StaticCache(config=model.config, max_cache_len=32) for _ in range(2)]
+        for cache in caches:  # in a compiled prefill it would be made within the memory of that CUDA graph
+            cache.early_initialization(2, 2, 128, BF16, torch.device("cuda"))
         expected = steps(caches[0])
         tpfuse.apply(model, mode=mode)
         got = steps(caches[1])

@@ -182,7 +182,7 @@ def next_call(node: Node) -> Node:
 
 
 def unused_cone(node: Node) -> set[Node]:
-    """The node and all that only it needs: what would go if it went. The node itself must have no users."""
+    """The node and all that only it needs: what would go if it went."""
     cone, pending = {node}, [node]
     while pending:
         for source in pending.pop().all_input_nodes:

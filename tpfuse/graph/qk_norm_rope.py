@@ -33,6 +33,7 @@ from tpfuse.graph.nodes import (
     next_call,
     reapply,
     same_sizes,
+    unused_cone,
     value,
 )
 from tpfuse.graph.quantised import KERNEL, cpu_kernel, decide, is_stored
@@ -146,7 +147,8 @@ def choose(q: Heads, k: Heads, fusion: str, context: Context) -> tuple[str, str]
     if a.device.type == "cpu":
         return cpu_kernel(fusion, context)
     tables = torch.float32 if rotation.as_complex else dtype(rotation.cos)
-    reason = kernels.cannot(a, b, tables, tables)
+    weights = [dtype(heads.weight) for heads in (q, k) if heads.weight is not None]
+    reason = kernels.cannot(a, b, (tables, tables), weights, q.norm_options[2])
     if reason:
         return "", reason
     stored = is_stored(q.source) and is_stored(k.source)
@@ -165,21 +167,10 @@ def obstacle(q: Heads, k: Heads, dim: int | None) -> str:
             continue
         if heads.norm.args[5] is not dtype(heads.source):
             return f"the norm gives {heads.norm.args[5]} of {dtype(heads.source)}"
-        if heads.norm not in _only_for(heads.rotation.out):
+        if heads.norm not in unused_cone(heads.rotation.out):
             return "something else reads what is normalised"
     orders = {_order(heads.rotation.out, dim) for heads in (q, k)}
     return "its result lies in memory in another order" if len(orders) > 1 or None in orders else ""
-
-
-def _only_for(node: Node) -> set[Node]:
-    """Nodes that nothing needs but ``node``."""
-    cone, pending = {node}, [node]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source.op == "call_function" and source not in cone and all(user in cone for user in source.users):
-                cone.add(source)
-                pending.append(source)
-    return cone
 
 
 def heads_dim(q: Rotation, k: Rotation) -> int | None:

@@ -130,9 +130,14 @@ def _too_many(q: Heads, dim: int | None, context: Context) -> str:
 def _slots(graph: Graph, positions: Node, places: Any, place: Node, like: Node) -> Node:
     """Positions that count from the front: to the operation a negative one is none. Once for all layers."""
     for user in positions.users:
-        if is_call(user, aten.remainder.Scalar) and user.args[1] == places and is_before(user, place):
-            return user
-    return emit(graph, aten.remainder.Scalar, (positions, places), like=like)
+        from_end = is_call(user, aten.add.Tensor) and user.args[1] == places
+        for found in user.users if from_end else ():
+            if is_call(found, aten.where.self) and found.args[1:] == (user, positions) and is_before(found, place):
+                return found
+    below = emit(graph, aten.lt.Scalar, (positions, 0), like=like)
+    return emit(
+        graph, aten.where.self, (below, emit(graph, aten.add.Tensor, (positions, places), like=like), positions), like=like
+    )
 
 
 def _rewrite(graph: Graph, q: Heads, k: Heads, writes: _Writes, dim: int, place: Node) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tpfuse.kernels.aligned import aligned
+from tpfuse.kernels.launch import begins_early, launch, power_of_two
 
 DTYPES = (torch.bfloat16, torch.float16)
 LONGEST_ROW = 16384  # elements that one program keeps in registers
@@ -73,15 +74,10 @@ def quantize_fp8(
 
     size, rows = x.shape[-1], _rows(x)
     values, scales, (given, *steps), floor, constants = _scales(x, dtype, scale, recipe)
-    layout = _piece_layout(size, rows.shape[0], 1 if scale is not None else recipe[0], _hopper(x.device))
+    layout = _piece_layout(size, rows.shape[0], 1 if scale is not None else recipe[0], begins_early(x.device))
     arguments = (rows, values, scales, given, size, rows.stride(0), *steps, floor)
-    _launch(
-        kernel,
-        (rows.shape[0], -(-size // layout.block), 1),
-        arguments,
-        (layout.block, layout.early, *constants),
-        layout,
-    )
+    grid = (rows.shape[0], -(-size // layout.block), 1)
+    launch(kernel, grid, arguments, (layout.block, layout.early, *constants), **layout.options)
     return values, scales
 
 
@@ -105,7 +101,7 @@ def rms_norm_quantize_fp8(
     values, scales, (given, *steps), floor, constants = _scales(x, dtype, scale, recipe)
     normed, total = (x.new_empty(x.shape if there else 0) for there in (keep_normed, residual is not None))
     count = rows.shape[0]
-    layout = _norm_layout(size, count, _hopper(x.device))
+    layout = _norm_layout(size, count, begins_early(x.device))
     looped = count if layout.stages else 0  # of another number no other kernel is compiled
     arguments = (
         rows,
@@ -126,7 +122,7 @@ def rms_norm_quantize_fp8(
     constants = (layout.block, layout.stages, layout.early, *switches, *constants)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     programs = min(count, processors) if layout.stages else count
-    _launch(kernel, (programs, 1, 1), (*arguments, *numbers), constants, layout)
+    launch(kernel, (programs, 1, 1), (*arguments, *numbers), constants, **layout.options)
     return values, scales, normed, total
 
 
@@ -145,11 +141,11 @@ def act_mul_quantize_fp8(
     size, gates, ups = gate.shape[-1], _rows(gate), _rows(up)
     values, scales, (given, *steps), floor, constants = _scales(gate, dtype, scale, recipe)
     product = gate.new_empty(gate.shape if keep_product else 0)
-    layout = _piece_layout(size, gates.shape[0], 1 if scale is not None else recipe[0], _hopper(gate.device))
+    layout = _piece_layout(size, gates.shape[0], 1 if scale is not None else recipe[0], begins_early(gate.device))
     arguments = (gates, ups, product, values, scales, given, size, gates.stride(0), ups.stride(0), *steps, floor)
     grid = (gates.shape[0], -(-size // layout.block), 1)
     constants = (layout.block, layout.early, _ACTIVATIONS[act], keep_product, *constants)
-    _launch(kernel, grid, arguments, constants, layout)
+    launch(kernel, grid, arguments, constants, **layout.options)
     return values, scales, product
 
 
@@ -168,6 +164,11 @@ class _Layout:
     most: int = 0
     early: bool = True
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of Triton's compiler."""
+        return {"num_warps": self.warps, "launch_pdl": self.early, **({"maxnreg": self.most} if self.most else {})}
+
 
 # Measured on an H200: few rows want many threads for each, many rows want more work for each thread. A row of more than
 # 8192 elements fills a multiprocessor's registers: a norm then loads the next two rows meanwhile, an activation, of which
@@ -176,7 +177,7 @@ class _Layout:
 
 @functools.lru_cache(4096)
 def _norm_layout(size: int, rows: int, hopper: bool) -> _Layout:
-    block = _power_of_two(size)
+    block = power_of_two(size)
     if rows < _MANY_ROWS:
         return _Layout(block, min(16 if block > 8192 else 32, max(1, block // 256)), early=hopper)
     if block > 8192:
@@ -188,7 +189,7 @@ def _norm_layout(size: int, rows: int, hopper: bool) -> _Layout:
 @functools.lru_cache(4096)
 def _piece_layout(size: int, rows: int, group: int | None, hopper: bool) -> _Layout:
     """A row where that has one scale, else a piece of it. group: 1 where a scale is given."""
-    block, elements = _power_of_two(size), size * rows
+    block, elements = power_of_two(size), size * rows
     if group == size:
         if block * rows > 1 << 23 and rows >= _MANY_ROWS:
             return _Layout(block, max(1, block // 1024), most=64 if block > 8192 else 0, early=hopper)
@@ -197,12 +198,6 @@ def _piece_layout(size: int, rows: int, group: int | None, hopper: bool) -> _Lay
     piece = max(min(512 if few else 1024, block), group or 1)
     per_warp = 128 if few else 256 if group == 1 and not many else 512
     return _Layout(piece, max(1, piece // per_warp), early=hopper)
-
-
-@functools.cache
-def _hopper(device: torch.device) -> bool:
-    """Whether kernels may begin before the one before has ended, and have shared memory for long rows."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -251,34 +246,3 @@ def _scales(
         float(least),
     )
     return values, scales, steps, float(floor), switches
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
-def _launch(kernel: Any, grid: tuple[int, int, int], arguments: tuple, constants: tuple, layout: _Layout) -> None:
-    """Like ``kernel[grid](...)``, in a third of the host's time: what is compiled is found by what it is compiled for."""
-    x = next(a for a in arguments if isinstance(a, torch.Tensor))
-    key = (kernel, x.device, layout, constants, *map(_kind, arguments))
-    found = _compiled.get(key)
-    with torch.cuda.device(x.device):
-        if found is None:
-            names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
-            options: dict[str, Any] = {"num_warps": layout.warps, "launch_pdl": layout.early}
-            if layout.most:
-                options["maxnreg"] = layout.most
-            found = kernel.warmup(*arguments, **dict(zip(names, constants, strict=True)), grid=(1,), **options)
-            found._init_handles()
-            _compiled[key] = found
-        found[grid](*arguments, *constants, stream=torch.cuda.current_stream().cuda_stream)
-
-
-_compiled: dict[tuple, Any] = {}
-
-
-def _kind(argument: Any) -> Any:
-    """What of an argument Triton compiles a kernel for."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    return (argument == 1, argument % 16 == 0) if isinstance(argument, int) else type(argument)

@@ -5,31 +5,39 @@ B  batch     T  tokens of a sequence     H  heads     D  head size     R  elemen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.launch import begins_early, launch, power_of_two
+from tpfuse.kernels.quantize import norm_cannot
 
 DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 _FEW_TOKENS = 128
 
 
-def cannot(q: torch.Tensor, k: torch.Tensor, cos: torch.dtype | None, sin: torch.dtype | None) -> str:
-    """Why the kernel cannot take these, with tables of those dtypes; "" if it can."""
+def cannot(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    tables: Sequence[torch.dtype | None],
+    weights: Sequence[torch.dtype | None] = (),
+    normed_dtype: torch.dtype | None = None,
+) -> str:
+    """Why the kernel cannot take these, with tables and weights of those dtypes; "" if it can."""
     if q.device.type != "cuda":
         return f"no kernel for {q.device.type}"
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return "compute capability 8.0 is needed"
     if q.dtype not in DTYPES or k.dtype is not q.dtype:
         return f"dtype {q.dtype if q.dtype not in DTYPES else k.dtype}"
-    if cos not in (q.dtype, torch.float32) or sin is not cos:
-        return f"tables of {cos} and {sin} for heads of {q.dtype}"
+    if tables[0] not in (q.dtype, torch.float32) or tables[1] is not tables[0]:
+        return f"tables of {tables[0]} and {tables[1]} for heads of {q.dtype}"
     if q.shape[-1] > LARGEST_HEAD:
         return f"heads of {q.shape[-1]} elements"
-    return ""
+    return next(filter(None, (norm_cannot(q.dtype, weight, normed_dtype) for weight in (None, *weights))), "")
 
 
 def why_not_faster(stored: bool) -> str:
@@ -124,11 +132,19 @@ def rope_kvcache(
     places = 3 - heads_dim
     caches = [(c.stride(0), c.stride(places), c.stride(heads_dim)) for c in (k_cache, v_cache)]
     programs = (blocks[0], blocks[1], blocks[0] + 2 * blocks[1])
+    slot_end = k_cache.shape[places] * (1 if own_page else k_cache.shape[0])
     arguments = (
         *(q, k, v, made, k_cache, v_cache, slots, k_scale, v_scale, aligned(q_weight), aligned(k_weight), cos, sin),
         *(q.shape[-3], q.shape[-2], k.shape[-2], *programs, *_steps(q), *_steps(k), *_steps(v)),
         *(*_table_steps(cos), *_table_steps(sin), cos.stride(-1), float(eps), float(weight_offset)),
-        *(slots.stride(0) if slots.dim() == 2 else 0, slots.stride(-1), k_cache.shape[places], *caches[0], *caches[1]),
+        *(
+            slots.stride(0) if slots.dim() == 2 else 0,
+            slots.stride(-1),
+            slot_end,
+            k_cache.shape[places],
+            *caches[0],
+            *caches[1],
+        ),
     )
     normed = (norm, q_weight is not None, bool(weight_offset), normed_dtype == q.dtype)
     constants = (tile, *_constants(q, cos, rotary, interleaved, wide, heads_first, normed))

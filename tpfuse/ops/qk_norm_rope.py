@@ -30,8 +30,14 @@ def rotate(
     return torch.cat((rotated, x[..., rotary:]), -1)
 
 
+def kernel_cannot(q, k, cos, sin, q_weight, k_weight, eps, weight_offset, normed_dtype) -> str:
+    """Why the kernel cannot take these; "" if it can."""
+    weights = [weight.dtype for weight in (q_weight, k_weight) if weight is not None]
+    return kernels.cannot(q, k, (cos.dtype, sin.dtype), weights, normed_dtype)
+
+
 def _run(q, k, cos, sin, rotary, interleaved, wide, heads_first, norm, *how):
-    if q.numel() and k.numel() and not kernels.cannot(q, k, cos.dtype, sin.dtype):
+    if q.numel() and k.numel() and not kernel_cannot(q, k, cos, sin, *how):
         return kernels.qk_norm_rope(q, k, cos, sin, rotary, interleaved, wide, heads_first, norm, *how)
     if norm:
         q_weight, k_weight, *rest = how

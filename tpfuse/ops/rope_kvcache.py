@@ -10,7 +10,7 @@ import torch
 from tpfuse.kernels import rotary as kernels
 from tpfuse.ops import library
 from tpfuse.ops.arguments import check_floating, check_number, check_tensors, check_whole
-from tpfuse.ops.qk_norm_rope import check_rotation, rotate
+from tpfuse.ops.qk_norm_rope import check_rotation, kernel_cannot, rotate
 from tpfuse.ops.rms_norm import normalize
 
 NAME = "rope_kvcache"
@@ -18,7 +18,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _run(q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale, heads_dim, own_page, *how):
-    if q.numel() and k.numel() and not kernels.cannot(q, k, cos.dtype, sin.dtype):
+    if q.numel() and k.numel() and not kernel_cannot(q, k, cos, sin, *how[5:]):
         return kernels.rope_kvcache(q, k, v, cos, sin, k_cache, v_cache, slots, k_scale, v_scale, heads_dim, own_page, *how)
     rotary, interleaved, wide, heads_first, norm, q_weight, k_weight, *rest = how
     if norm:
@@ -93,13 +93,14 @@ def rope_kvcache(
     q, k, v, cos, sin, and all from eps on  as in ``tpfuse.ops.qk_norm_rope``; v as k
     k_cache, v_cache  [N, P, K, D] (heads_dim 2), or [N, K, P, D] (heads_dim 1); any strides but that of D, which is 1; of
                       q's dtype, or FP8 with scales
-    slots       int32 or int64 [T], or [B, T]; distinct where they are not below 0
+    slots       int32 or int64 [T], or [B, T]; distinct where they are not below 0; less than N P, or P with own_page
     own_page    sequence b has page b, in which slots count (N is B), as a static cache
     k_scale, v_scale  fp32 [1], what values are divided by for an FP8 cache
     returns     q, contiguous
 
-    A token with a slot below 0 is written nowhere. On CUDA (bf16 and fp16, D up to 256) one Triton kernel, else these
-    operations. No gradients. Raises ValueError: a shape or dtype other than the above.
+    A token with a slot below 0 is written nowhere; nor, by the kernel, one with a slot past the last (else an IndexError).
+    On CUDA (bf16 and fp16, tables of that dtype or fp32, D up to 256) one Triton kernel, which is safe in CUDA graphs, else
+    these operations, which are not. No gradients. Raises ValueError: a shape or dtype other than the above.
     """
     check_tensors(
         NAME,

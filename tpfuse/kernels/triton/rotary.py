@@ -67,7 +67,7 @@ def _neighbours(
 ):  # fmt: skip
     """Elements 2 i and 2 i + 1 are rotated against each other."""
     DTYPE: tl.constexpr = x.dtype.element_ty
-    head = first + tl.arange(0, BLOCK)
+    head = (first + tl.arange(0, BLOCK)).to(tl.int64)
     column, pair = tl.arange(0, SIZE), tl.arange(0, SIZE // 2)
     mask = (head < heads)[:, None] & (column < D)[None, :]
     h = tl.load(x + head[:, None] * x_head + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -94,7 +94,7 @@ def _halves(
 ):  # fmt: skip
     """Elements i and i + R / 2 are rotated against each other."""
     DTYPE: tl.constexpr = x.dtype.element_ty
-    head = first + tl.arange(0, BLOCK)
+    head = (first + tl.arange(0, BLOCK)).to(tl.int64)
     there = (head < heads)[:, None]
     column = tl.arange(0, HALF)
     inside = column < R // 2
@@ -189,7 +189,7 @@ def tpfuse_rope_kvcache(
     q, k, v, q_out, k_cache, v_cache, slots, k_scale, v_scale, q_weight, k_weight, cos, sin, length, q_heads, k_heads,
     q_blocks, k_blocks, blocks, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     cos_batch, cos_token, sin_batch, sin_token, step, eps, offset,
-    slot_batch, slot_token, page, k_page, k_place, kc_head, v_page, v_place, vc_head,
+    slot_batch, slot_token, slot_end, page, k_page, k_place, kc_head, v_page, v_place, vc_head,
     BLOCK: tl.constexpr, HEADS_FIRST: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, NARROW: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,
     OFFSET: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr, SIZE: tl.constexpr,
@@ -197,7 +197,8 @@ def tpfuse_rope_kvcache(
 ):  # fmt: skip
     """Some heads of one token: of q, to q_out; of k and of v, to the slot of that token in the caches.
 
-    OWN_PAGE  each sequence has a page of its own, else slots count through all pages; a slot below 0 is none
+    OWN_PAGE  each sequence has a page of its own, else slots count through all pages
+    slot_end  a slot from there on, or below 0, is none
     """
     program = tl.program_id(0)
     token, block = program // blocks, program % blocks
@@ -217,7 +218,7 @@ def tpfuse_rope_kvcache(
         )  # fmt: skip
     else:
         slot = tl.load(slots + batch * slot_batch + at * slot_token).to(tl.int64)
-        if slot >= 0:
+        if (slot >= 0) & (slot < slot_end):
             where = batch if OWN_PAGE else slot // page
             place = slot if OWN_PAGE else slot % page
             if block < q_blocks + k_blocks:
@@ -227,7 +228,7 @@ def tpfuse_rope_kvcache(
                     D, R, INTERLEAVED, SHARED, NARROW, NORM, WEIGHT, OFFSET, ROUND, HALF, TAIL, SIZE, SCALED,
                 )  # fmt: skip
             else:
-                head = (block - q_blocks - k_blocks) * BLOCK + tl.arange(0, BLOCK)[:, None]
+                head = ((block - q_blocks - k_blocks) * BLOCK + tl.arange(0, BLOCK)[:, None]).to(tl.int64)
                 column = tl.arange(0, SIZE)[None, :]
                 mask = (head < k_heads) & (column < D)
                 x = tl.load(v + batch * v_batch + at * v_token + head * v_head + column, mask=mask, other=0.0)
