@@ -93,7 +93,7 @@ OPS = {
     ACT_PADDING: rms_norm_pad.NAME,
     DUAL_NORM: dual_rms_norm.NAME,
 }
-#: Those that no level turns on, with the reason. The rotary ones: until decoding under CUDA graphs has been seen to be right.
+#: Those that no level turns on, with the reason. The rotary ones: until decoding in CUDA graphs has been seen to be right.
 BY_NAME_ONLY = dict.fromkeys(
     (SEQUENCE_PARALLEL, GEMM_COMMS, QK_NORM_ROPE, ROPE_KVCACHE), "only where it is asked for by name"
 )
