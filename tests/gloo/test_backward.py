@@ -5,11 +5,14 @@ M  rows     D  hidden size     H  intermediate size
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tpfuse import ops
 from tpfuse.testing import spawn
+
+pytestmark = pytest.mark.slow
 
 D, H = 12, 24
 LIMIT = 1e-5

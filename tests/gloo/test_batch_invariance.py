@@ -19,6 +19,8 @@ from tpfuse.graph import pipeline
 from tpfuse.kernels.candidates import BATCH_INVARIANT
 from tpfuse.testing import interpret_graphs, spawn
 
+pytestmark = pytest.mark.slow
+
 D, H, EPS = 100, 24, 1e-5
 SIZES = (2, 3, 8, 63, 256)
 MODE = {"batch_invariant": True, "token_boundaries": (4, 64)}

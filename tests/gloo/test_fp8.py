@@ -5,6 +5,7 @@ A hand-written Llama-like stack, quantised per row, per group and by given scale
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,8 @@ from tpfuse.ops.all_reduce_rms_norm import OP as FUSED
 from tpfuse.ops.all_reduce_rms_norm_quantize_fp8 import OP as FP8_OP
 from tpfuse.ops.matmul_reduce_scatter import OP as MATMUL_REDUCE_SCATTER
 from tpfuse.testing import interpret_graphs, spawn
+
+pytestmark = pytest.mark.slow
 
 FUSION = "fuse_allreduce_rms"
 HIDDEN, INNER, GROUP, LAYERS = 128, 256, 32, 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,8 @@ from torch.distributed.tensor.parallel import (
 
 import tpfuse
 from tpfuse.testing import interpret_graphs, spawn
+
+pytestmark = pytest.mark.slow
 
 D, H, V = 16, 32, 64
 

@@ -5,6 +5,7 @@ Once with graphs run by an interpreter and with its GEMMs joined, once with the 
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +15,8 @@ from tpfuse.models.families import build, build_sharded, family_config
 from tpfuse.ops.all_gather_matmul import OP as ALL_GATHER_MATMUL
 from tpfuse.ops.matmul_reduce_scatter import OP as MATMUL_REDUCE_SCATTER
 from tpfuse.testing import interpret_graphs, spawn
+
+pytestmark = pytest.mark.slow
 
 FUSION = "enable_sp"
 FP32 = 1e-5

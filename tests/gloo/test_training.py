@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -20,6 +21,8 @@ import tpfuse
 from tests.gloo import test_gemm_comms as titan
 from tpfuse.models.families import build_sharded, family_config
 from tpfuse.testing import interpret_graphs, spawn
+
+pytestmark = pytest.mark.slow
 
 D, H, LAYERS, VOCABULARY = 16, 24, 3, 12
 LIMIT = 1e-5

@@ -21,6 +21,8 @@ from tpfuse import switch
 from tpfuse.config import DEBUG_VARIABLE
 from tpfuse.testing import interpret_graphs, spawn
 
+pytestmark = pytest.mark.slow
+
 FUSION = "fuse_allreduce_rms"
 FP32 = 1e-5
 

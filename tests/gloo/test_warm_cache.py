@@ -15,6 +15,8 @@ import tpfuse
 from tests.gloo.layers import Stack, largest_difference
 from tpfuse.testing import spawn
 
+pytestmark = pytest.mark.slow
+
 
 def _run(rank: int, folders: list[str], config: dict | None) -> dict[str, object]:
     from torch._dynamo.utils import counters
