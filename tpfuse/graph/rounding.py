@@ -10,8 +10,8 @@ _ADDED_UP = 64  # roundings of an accumulation that a single element may show, a
 
 
 def eps(dtype: torch.dtype) -> float:
-    """Of a floating dtype; zero for others, which are compared exactly."""
-    if not dtype.is_floating_point:
+    """Of a floating dtype; zero for others, which are compared exactly, and for FP8: nothing is computed in it."""
+    if not dtype.is_floating_point or dtype.itemsize == 1:
         return 0.0
     if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return 2.0**-10  # TF32
@@ -27,7 +27,8 @@ def excess(found: torch.Tensor, expected: torch.Tensor, coarsest: float, ranks: 
     With e the coarsest eps and a that of accumulation (fp32, or fp64), no element may be further off than
     (4 + ranks) * e + 64 * a times the largest element of its row (last dimension), and no row, in root mean square, than
     (1 + ranks / 4) * e + 16 * a times its own: a sum over ranks may round at each rank, bias, scale, residual and norm once
-    each. NaN equals NaN and an infinity itself; integers have to be the same.
+    each. A result in FP8 may lie a rounding to FP8 further off (s, its eps; s / 4 for rows), for what is quantised may lie at
+    the edge between two. NaN equals NaN and an infinity itself; integers have to be the same.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         wrong = torch.full((), math.inf, device=expected.device)
@@ -39,6 +40,7 @@ def excess(found: torch.Tensor, expected: torch.Tensor, coarsest: float, ranks: 
         differs = (found != expected).any().to(torch.float32)
         return torch.where(differs > 0, math.inf, 0.0), differs
     wide = torch.float64 if expected.dtype is torch.float64 else torch.float32
+    step = torch.finfo(expected.dtype).eps if expected.dtype.itemsize == 1 else 0.0
     found, expected = found.to(wide), expected.to(wide)
     equal = (found == expected) | (found.isnan() & expected.isnan())
     difference = torch.where(equal, 0.0, (found - expected).abs()).nan_to_num(nan=math.inf)
@@ -46,8 +48,8 @@ def excess(found: torch.Tensor, expected: torch.Tensor, coarsest: float, ranks: 
     if not expected.dim():
         difference, size = difference[None], size[None]
     coarsest, tiny = max(coarsest, torch.finfo(wide).eps), torch.finfo(wide).tiny
-    single = (4 + ranks) * coarsest + _ADDED_UP * torch.finfo(wide).eps
-    whole = (1 + ranks / 4) * coarsest + _ADDED_UP / 4 * torch.finfo(wide).eps
+    single = (4 + ranks) * coarsest + _ADDED_UP * torch.finfo(wide).eps + step
+    whole = (1 + ranks / 4) * coarsest + _ADDED_UP / 4 * torch.finfo(wide).eps + step / 4
     of_single = difference.amax(-1) / (single * size.amax(-1) + tiny)
     of_whole = _rms(difference) / (whole * _rms(size) + tiny)
     return torch.maximum(of_single, of_whole).amax().to(torch.float32), difference.amax().to(torch.float32)
