@@ -27,8 +27,8 @@ def excess(found: torch.Tensor, expected: torch.Tensor, coarsest: float, ranks: 
     With e the coarsest eps and a that of accumulation (fp32, or fp64), no element may be further off than
     (4 + ranks) * e + 64 * a times the largest element of its row (last dimension), and no row, in root mean square, than
     (1 + ranks / 4) * e + 16 * a times its own: a sum over ranks may round at each rank, bias, scale, residual and norm once
-    each. A result in FP8 may lie a rounding to FP8 further off (its eps s; s / 4 for rows), for what is quantised may lie at the
-    edge between two. NaN equals NaN and an infinity itself; integers have to be the same.
+    each. A result in FP8 may lie a rounding to FP8 further off (its eps s; s / 4 for rows): what is quantised may lie at an
+    edge. NaN equals NaN and an infinity itself; integers have to be the same.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         wrong = torch.full((), math.inf, device=expected.device)
