@@ -96,6 +96,7 @@ def _per_layer(rank: int) -> tuple[float, list[int], list[int]]:
         return error, [r.count(FUSION) for r in reports], [r.count(FUSION, "skipped") for r in reports]
 
 
+@pytest.mark.slow
 def test_layers_compiled_one_by_one():
     for error, fused, _ in spawn(_per_layer, 2, timeout_s=200):
         assert error < FP32 and fused == [1, 1]
@@ -136,6 +137,7 @@ def _inductor(rank: int, folder: str) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_inductor_over_many_shapes_and_generate(tmp_path):
     for found in spawn(_inductor, 2, str(tmp_path), timeout_s=290):
         assert found["error"] < FP32
