@@ -234,6 +234,7 @@ def _few_tokens(rank: int) -> dict[int, float]:
     return found
 
 
+@pytest.mark.slow
 def test_group_sizes_that_are_no_power_of_two():
     found = spawn(_few_tokens, 6, timeout_s=240)
     assert [sorted(each) for each in found] == [[3, 5, 6]] * 3 + [[5, 6]] * 2 + [[6]]

@@ -72,7 +72,7 @@ def _family(rank: int, family: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("family", EXPECTED)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "llama")) for f in EXPECTED])
 def test_family(family):
     fused, merged, left = EXPECTED[family]
     for found in spawn(_family, 2, family, timeout_s=280):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM, CANDIDATES
+from tpfuse.kernels.candidates import ALL_REDUCE, ALL_REDUCE_RMS_NORM
 from tpfuse.kernels.matmul_candidates import MATMULS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -185,8 +185,8 @@ def shape(text: str) -> tuple[int, int]:
 def operations(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in CANDIDATES and name not in MATMULS:
-            raise argparse.ArgumentTypeError(f"no operation {name!r}; there are {', '.join([*CANDIDATES, *MATMULS])}")
+        if name not in OPS and name not in MATMULS:
+            raise argparse.ArgumentTypeError(f"no operation {name!r}; there are {', '.join([*OPS, *MATMULS])}")
     return names
 
 
