@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpfuse
 from tests.gloo.test_training import D, Enter, Leave, Stack
+from tests.unit.graphs import replaced
 from tpfuse.errors import AgreementError, ConfigError, VerificationError
 from tpfuse.graph import merge_all_reduces, raise_, shard_rows
 from tpfuse.graph.verify import Verification
@@ -107,14 +107,8 @@ def _fault(op: str, call: int = 1) -> Iterator[None]:
         results = run(*args, **kwargs)
         return _spoiled(results) if len(calls) == call + 1 and dist.get_rank() == 1 else results
 
-    library = torch.library.Library(namespace, "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a kernel is replaced, which is the point
-        library.impl(op, faulty, "CPU", allow_override=True)
-    try:
+    with replaced(namespace, **{op: faulty}):
         yield
-    finally:
-        library._destroy()
 
 
 @contextlib.contextmanager

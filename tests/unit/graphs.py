@@ -39,19 +39,24 @@ def world(size: int = 2) -> Iterator[dist.ProcessGroup]:
 
 
 @contextlib.contextmanager
-def _equal_ranks() -> Iterator[None]:
-    functional = torch.library.Library("_c10d_functional", "IMPL")
-    in_place = torch.library.Library("c10d", "IMPL")
+def replaced(namespace: str, **kernels: Callable) -> Iterator[None]:
+    """Operations of a namespace have other kernels on the CPU."""
+    library = torch.library.Library(namespace, "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that a kernel is replaced, which is the point
-            functional.impl("all_reduce", _all_reduce, "CPU", allow_override=True)
-            functional.impl("all_gather_into_tensor", _all_gather, "CPU", allow_override=True)
-            in_place.impl("allreduce_", _all_reduce_in_place, "CPU", allow_override=True)
+            for op, kernel in kernels.items():
+                library.impl(op, kernel, "CPU", allow_override=True)
         yield
     finally:
-        functional._destroy()
-        in_place._destroy()
+        library._destroy()
+
+
+@contextlib.contextmanager
+def _equal_ranks() -> Iterator[None]:
+    functional = replaced("_c10d_functional", all_reduce=_all_reduce, all_gather_into_tensor=_all_gather)
+    with functional, replaced("c10d", allreduce_=_all_reduce_in_place):
+        yield
 
 
 def _all_reduce(x: torch.Tensor, kind: str, group: str) -> torch.Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +17,7 @@ from tests.unit import test_norms_on_one_gpu as norms
 from tests.unit import test_qk_norm_rope as heads
 from tests.unit import test_quantize_fp8 as fp8
 from tests.unit import test_rope_kvcache as caches
-from tests.unit.graphs import Backend, all_reduce, world
+from tests.unit.graphs import Backend, all_reduce, replaced, world
 from tpfuse.errors import VerificationError
 
 
@@ -77,14 +76,8 @@ def _fault(op: str, calls: list[str]) -> Iterator[None]:
             first.copy_(wrong.to(first.dtype))
         return results
 
-    library = torch.library.Library("tpfuse", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a kernel is replaced, which is the point
-        library.impl(op, faulty, "CPU", allow_override=True)
-    try:
+    with replaced("tpfuse", **{op: faulty}):
         yield
-    finally:
-        library._destroy()
 
 
 @pytest.mark.parametrize("op", CASES)

@@ -15,8 +15,6 @@ from torch.fx import Graph
 from tpfuse.graph.context import DUAL_NORM, Context
 from tpfuse.graph.joint import is_joint
 from tpfuse.graph.nodes import (
-    COPIES,
-    VIEWS,
     Node,
     aten,
     dtype,
@@ -28,7 +26,7 @@ from tpfuse.graph.nodes import (
     same_sizes,
     value,
 )
-from tpfuse.graph.quantised import KERNEL, PARTS, cpu_kernel, decide, norm_obstacle
+from tpfuse.graph.quantised import KERNEL, cpu_kernel, decide, norm_obstacle, whole_of
 from tpfuse.kernels import norms
 from tpfuse.ops import rms_norm
 from tpfuse.ops.dual_rms_norm import NAME, OP
@@ -61,14 +59,8 @@ def run(graph: Graph, context: Context) -> None:
 
 def _origin(node: Node) -> Node | None:
     """What a projection reads whose result, or a part of it, is normalised."""
-    node = _source(node)
-    return _source(node.args[_GEMMS[node.target]]) if is_call(node, *_GEMMS) else None
-
-
-def _source(node: Node) -> Node:
-    while is_call(node, *VIEWS, *COPIES, *PARTS) or (is_call(node, operator.getitem) and is_call(node.args[0], *PARTS)):
-        node = node.args[0]
-    return node
+    node = whole_of(node)
+    return whole_of(node.args[_GEMMS[node.target]]) if is_call(node, *_GEMMS) else None
 
 
 def _choose(a: Node, b: Node, context: Context) -> tuple[str, str]:

@@ -36,7 +36,7 @@ from tpfuse.graph.nodes import (
     unused_cone,
     value,
 )
-from tpfuse.graph.quantised import KERNEL, cpu_kernel, decide, is_stored
+from tpfuse.graph.quantised import KERNEL, cpu_kernel, decide, is_stored, norm_obstacle
 from tpfuse.graph.rotations import Rotation, same
 from tpfuse.kernels import rotary as kernels
 from tpfuse.ops import rms_norm
@@ -165,8 +165,8 @@ def obstacle(q: Heads, k: Heads, dim: int | None) -> str:
     for heads in (q, k):
         if heads.norm is None:
             continue
-        if heads.norm.args[5] is not dtype(heads.source):
-            return f"the norm gives {heads.norm.args[5]} of {dtype(heads.source)}"
+        if norm_obstacle(heads.norm):
+            return norm_obstacle(heads.norm)
         if heads.norm not in unused_cone(heads.rotation.out):
             return "something else reads what is normalised"
     orders = {_order(heads.rotation.out, dim) for heads in (q, k)}

@@ -33,13 +33,19 @@ from tpfuse.report import Outcome
 KERNEL = "tpfuse"
 #: What Inductor does not compute itself: its result is written to memory whatever follows.
 _STORED = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default, WAIT, operator.getitem)
-PARTS = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
+_PARTS = (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
+
+
+def whole_of(node: Node) -> Node:
+    """What a value is a view, a copy or a part of."""
+    while is_call(node, *VIEWS, *COPIES, *_PARTS) or (is_call(node, operator.getitem) and is_call(node.args[0], *_PARTS)):
+        node = node.args[0]
+    return node
 
 
 def is_stored(node: Node) -> bool:
     """Whether a value lies in memory, whoever reads it: an input of the graph, or what no kernel of Inductor computes."""
-    while is_call(node, *VIEWS, *COPIES, *PARTS) or (is_call(node, operator.getitem) and is_call(node.args[0], *PARTS)):
-        node = node.args[0]
+    node = whole_of(node)
     return node.op in ("placeholder", "get_attr") or is_call(node, *_STORED)
 
 

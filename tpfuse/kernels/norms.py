@@ -9,9 +9,7 @@ import torch
 
 from tpfuse.kernels.aligned import aligned
 from tpfuse.kernels.launch import begins_early, launch, power_of_two
-
-DTYPES = (torch.bfloat16, torch.float16)
-LONGEST_ROW = 16384  # elements that one program keeps in registers
+from tpfuse.kernels.quantize import DTYPES, LONGEST_ROW, norm_cannot
 
 
 def cannot(x: torch.Tensor, size: int, weight: torch.dtype | None, normed_dtype: torch.dtype | None) -> str:
@@ -24,9 +22,7 @@ def cannot(x: torch.Tensor, size: int, weight: torch.dtype | None, normed_dtype:
         return f"dtype {x.dtype}"
     if max(size, x.shape[-1]) > LONGEST_ROW:
         return f"a row of {size} elements is longer than {LONGEST_ROW}"
-    if normed_dtype not in (None, torch.float32, x.dtype):
-        return f"the normalised value is rounded to {normed_dtype}"
-    return "a float64 weight" if weight == torch.float64 else ""
+    return norm_cannot(x.dtype, weight, normed_dtype)
 
 
 def dual_rms_norm(
